@@ -392,3 +392,183 @@ def test_texts_that_parquet_stores_as_binary_are_texts(tmp_path):
     assert group.prompt.answer == "2"
     assert [completion.text for completion in group.completions] == ["2"]
     assert offline_data.left_out == {"failed": 1}
+
+
+# ---- what a message has beside its text ----
+
+CALLS = (  # as Qwen3's: thoughts and calls of the assistant
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{% set f = call.function or call %}"
+    "<call>{{ f.name }} {{ f.arguments | tojson }}</call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+REPLY = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "5"}
+LAST = {"role": "assistant", "content": "It is 5."}
+
+
+def completed(tmp_path, message, template=CALLS, name="data.jsonl", others=(REPLY, LAST)):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = template
+    row = {"prompt": "2+3?", "completion": [message, *others], "reward": 1.0}
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        written(tmp_path, [row], name)
+    (group,) = loaded(path, policy, G=1, seed=0).batch(1, 1)
+    (completion,) = group.completions
+    decode = policy.chat.tokenizer.decode
+    return decode(completion.token_ids), decode(completion.token_ids[completion.sampled])
+
+
+CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"x": "2", "y": 3}}}
+CALL_OF_TEXT = {"function": {"name": "add", "arguments": '{"x": "2", "y": 3}'}}
+CALL_TEXT = '<call>add {"x": "2", "y": 3}</call>'
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        pytest.param({"content": "", "tool_calls": [CALL]}, CALL_TEXT, id="empty text"),
+        pytest.param({"content": None, "tool_calls": [CALL]}, CALL_TEXT, id="null"),
+        pytest.param({"tool_calls": [CALL]}, CALL_TEXT, id="no text"),
+        pytest.param({"content": "Add.", "tool_calls": [CALL]}, f"Add.{CALL_TEXT}", id="text, too"),
+        pytest.param({"tool_calls": [CALL, CALL]}, CALL_TEXT * 2, id="two calls"),
+        pytest.param({"tool_calls": [CALL_OF_TEXT]}, CALL_TEXT, id="arguments as text"),
+        pytest.param({"tool_calls": [CALL["function"]]}, CALL_TEXT, id="call without function"),
+        pytest.param({"function_call": CALL["function"]}, CALL_TEXT, id="older API"),
+        pytest.param(
+            {"reasoning_content": "hm", "tool_calls": [CALL]},
+            f"<think>hm</think>{CALL_TEXT}",
+            id="thought and call",
+        ),
+        pytest.param(
+            {"reasoning_content": "hm", "content": "5"}, "<think>hm</think>5", id="thought"
+        ),
+        pytest.param(
+            {"content": [{"type": "text", "text": "5"}], "refusal": None}, "5", id="parts"
+        ),
+    ],
+)
+def test_calls_and_thoughts_of_a_completion_are_learned_as_the_template_writes_them(
+    tmp_path, message, text
+):
+    written_text, sampled_text = completed(tmp_path, {"role": "assistant", **message})
+    assert written_text == f"{text}<eos>\ntool: 5\nassistant: It is 5.<eos>"
+    assert sampled_text == f"{text}<eos>It is 5.<eos>"
+
+
+def test_call_of_a_completion_in_parquet_has_no_nulls_of_other_rows(tmp_path):
+    calls = [{"function": {"name": n, "arguments": {n: 1}}} for n in ("f", "g")]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    text, _ = completed(tmp_path, message, name="data.parquet")
+    assert text.startswith('<call>f {"f": 1}</call><call>g {"g": 1}</call><eos>')
+
+
+@pytest.mark.parametrize(
+    ("message", "others", "template", "lost"),
+    [
+        pytest.param({"tool_calls": [CALL]}, (REPLY, LAST), TURNS, "tool_calls 'add'", id="calls"),
+        pytest.param(
+            {"tool_calls": [CALL]},
+            (REPLY, LAST),
+            CALLS.replace("{{ f.arguments | tojson }}", ""),
+            "tool_calls 'x'",
+            id="arguments",
+        ),
+        pytest.param(
+            {"reasoning_content": "hm", "content": "5"},
+            (),
+            TURNS,
+            "reasoning_content",
+            id="thought",
+        ),
+        pytest.param({"content": "5", "refusal": "no"}, (), CALLS, "refusal", id="refusal"),
+        pytest.param({"content": "5", "weight": 0}, (), CALLS, "weight", id="unknown key"),
+        pytest.param({"content": None}, (), CALLS, "begin and end", id="nothing"),
+        pytest.param(
+            {"content": [{"type": "image_url", "image_url": "x"}]}, (), CALLS, "part", id="image"
+        ),
+        pytest.param(
+            {"content": "5"},
+            ({"role": "user", "name": "Bob", "content": "5"}, LAST),
+            CALLS,
+            "'name'",
+            id="name of a user",
+        ),
+    ],
+)
+def test_part_of_a_completion_that_the_template_does_not_show_is_rejected(
+    tmp_path, message, others, template, lost
+):
+    with pytest.raises(ValueError, match=f"line 1: .*{lost}"):
+        completed(tmp_path, {"role": "assistant", **message}, template, others=others)
+
+
+# ---- a thought that the prompt has begun ----
+
+THINKS = TURNS + "<think>{{ '\\n' }}"
+DOES_NOT_THINK = TURNS + "<think>{{ '\\n\\n' }}</think>{{ '\\n\\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "completion_text", "learned"),
+    [
+        pytest.param(THINKS, "<think>\nok\n</think>\n4", "ok\n</think>\n4", id="opened twice"),
+        pytest.param(THINKS, "\n <think>ok</think>4", "ok</think>4", id="white space before"),
+        pytest.param(THINKS, "<think>\n\nok</think>4", "\nok</think>4", id="one more new line"),
+        pytest.param(THINKS, "<think>\n\n</think>4", "\n</think>4", id="empty thought"),
+        pytest.param(THINKS, "ok\n</think>\n4", "ok\n</think>\n4", id="opened by the prompt"),
+        pytest.param(DOES_NOT_THINK, "<think>\n\n</think>\n\n4", "4", id="empty twice"),
+        pytest.param(DOES_NOT_THINK, "4", "4", id="no thought"),
+        pytest.param(TURNS, "<think>ok</think>4", "<think>ok</think>4", id="opened by the data"),
+        pytest.param(
+            THINKS,
+            [{"role": "assistant", "content": "<think>\nok</think>4"}],
+            "ok</think>4",
+            id="in a message",
+        ),
+    ],
+)
+def test_thought_is_opened_once(tmp_path, template, completion_text, learned):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = template
+    row = {"prompt": "1+3", "completion": completion_text, "reward": 1.0}
+    (group,) = loaded(written(tmp_path, [row]), policy, G=1, seed=0).batch(1, 1)
+    assert policy.chat.tokenizer.decode(group.completions[0].token_ids) == f"{learned}<eos>"
+
+
+def test_thought_that_was_cut_need_not_close(tmp_path):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = THINKS
+    row = {"prompt": "1+3", "completion": "<think>\nhm", "reward": 0.0, "finished": False}
+    (group,) = loaded(written(tmp_path, [row]), policy, G=1, seed=0).batch(1, 1)
+    assert group.completions[0].text == "hm"
+
+
+@pytest.mark.parametrize(
+    ("template", "completion_text"),
+    [
+        pytest.param(THINKS, "4", id="no thought behind an open one"),
+        pytest.param(DOES_NOT_THINK, "<think>\nok\n</think>\n4", id="thought behind an empty one"),
+    ],
+)
+def test_thought_that_does_not_fit_the_prompt_is_rejected(tmp_path, template, completion_text):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = template
+    row = {"prompt": "1+3", "completion": completion_text, "reward": 1.0}
+    with pytest.raises(ValueError, match=r"line 1: .*think"):
+        loaded(written(tmp_path, [row]), policy, G=1, seed=0)
+
+
+def test_tools_of_an_offline_row_are_in_its_prompt(tmp_path):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = "{{ tools | tojson if tools }}" + TURNS
+    row = {"prompt": "2+3?", "completion": "5", "reward": 1.0}
+    rows = [row, row | {"prompt": "3+3?", "tools": [CALL]}]
+    groups = loaded(written(tmp_path, rows), policy, G=1, seed=0).batch(1, 2)
+    texts = {policy.chat.tokenizer.decode(group.prompt.token_ids) for group in groups}
+    assert texts == {"user: 2+3?\nassistant: ", f"{json.dumps([CALL])}user: 3+3?\nassistant: "}

@@ -112,6 +112,80 @@ def test_prefill_keeps_its_white_space_and_gets_no_empty_thought(chat):
         )
 
 
+def test_prefill_does_not_open_a_thought_that_the_template_has_opened(chat):
+    chat.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:"
+        "{% if m['role'] == 'assistant' %}<think>{{ '\\n' }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    prefill = {"role": "assistant", "content": "<think>\nFirst"}
+    assert chat.render([*ASK, prefill]) == "user:2 + 3?assistant:<think>\nFirst"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "tokens"),
+    [
+        pytest.param(None, "2+3", "2+3", id="base model"),
+        pytest.param(None, "2+3<eos>", "2+3<eos>", id="end in the data"),
+        pytest.param(CHAT, "2+3", "user: 2+3\nassistant:", id="chat template"),
+        pytest.param("{{ messages[0].content }}<eos>", "2+3", "2+3<eos>", id="end in the template"),
+    ],
+)
+@pytest.mark.parametrize("special", ["$A <eos>", "<stop> $A <eos>", "<stop> $A"])
+def test_prompt_does_not_end_with_the_end_token_of_the_tokenizer(
+    chat, template, text, tokens, special
+):
+    from tokenizers.processors import TemplateProcessing
+
+    ids = [("<eos>", 1), ("<stop>", 2)]
+    chat.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=special, special_tokens=ids
+    )
+    chat.tokenizer.chat_template = template
+    prompt = chat.tokenize(Prompt(0, ({"role": "user", "content": text},), "5"))
+    beginning = "<stop>" if template is None and special.startswith("<stop>") else ""
+    assert chat.tokenizer.decode(prompt.token_ids) == beginning + tokens
+
+
+CALCULATOR = {"type": "function", "function": {"name": "calc", "parameters": {}}}
+WITH_TOOLS = "{{ tools | tojson if tools }}" + CHAT
+
+
+def test_tools_of_a_prompt_are_rendered_unless_an_environment_has_others(chat):
+    chat.tokenizer.chat_template = WITH_TOOLS
+    prompt = Prompt(0, ASK, "5", tools=(CALCULATOR,))
+    tokens = chat.tokenize(prompt).token_ids
+    assert chat.tokenizer.decode(tokens).startswith(json.dumps([CALCULATOR]))
+    other = {"type": "function", "function": {"name": "search"}}
+    tokens = chat.tokenize(prompt, [other]).token_ids
+    assert chat.tokenizer.decode(tokens).startswith(json.dumps([other]))
+
+
+@pytest.mark.parametrize("template", [CHAT, None], ids=["template", "no template"])
+def test_tools_of_a_prompt_that_are_not_rendered_are_rejected(chat, template):
+    chat.tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="'calc'"):
+        chat.tokenize(Prompt(0, ASK, "5", tools=(CALCULATOR,)))
+
+
+@pytest.mark.parametrize(
+    ("message", "hidden"),
+    [
+        pytest.param({"role": "user", "name": "Bob"}, "name", id="name of a user"),
+        pytest.param({"role": "user", "language": "en"}, "language", id="unknown key"),
+        pytest.param({"role": "user", "name": None}, None, id="null"),
+        pytest.param({"role": "tool", "name": "calc"}, None, id="name of a tool"),
+        pytest.param({"role": "assistant", "reasoning_content": "hm"}, None, id="earlier thought"),
+    ],
+)
+def test_key_of_a_message_that_the_template_does_not_show_gives_a_warning(
+    chat, caplog, message, hidden
+):
+    prompt = chat.tokenize(Prompt(0, ({**message, "content": "2"}, *ASK), "5"))
+    assert chat.warn_if_unusual(prompt, "line 1") == (hidden is not None)
+    assert (f"{hidden!r}" in caplog.text) == (hidden is not None)
+
+
 def test_text_is_decoded_as_it_was_sampled(chat):
     chat.tokenizer.clean_up_tokenization_spaces = True
     for text in ("a , b .", "do n't", " x ! "):

@@ -75,6 +75,8 @@ class Prompt:
     assistant, or a <think>"""
     place: str = ""
     """the row's file and line: data.jsonl, line 3, for example"""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """the functions that the chat template shows, as JSON schemas"""
 
 
 class OutcomeKind(StrEnum):

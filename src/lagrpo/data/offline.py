@@ -19,15 +19,21 @@ from typing import Any
 import torch
 
 from lagrpo.errors import one_line_errors
-from lagrpo.model.chat import Replies
+from lagrpo.model.chat import (
+    Replies,
+    check_thought,
+    find_hidden_key,
+    further_keys,
+    without_repetition,
+)
 from lagrpo.model.model import Policy
 from lagrpo.rng import permutation
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import order_prompts
 from lagrpo.tasks.columns import parse_messages, plain
 from lagrpo.tasks.files import Row, format_of, read_rows
-from lagrpo.tasks.messages import Messages, build_messages, is_padded, plain_message
-from lagrpo.types import Completion, Group, JsonView, Outcome, OutcomeKind, Prompt
+from lagrpo.tasks.messages import Messages, build_messages, is_padded, plain_message, read_tools
+from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 
 UNKNOWN_VERSION = -1
 
@@ -72,7 +78,8 @@ class OfflineData:
     """The groups of files, visited epoch after epoch.
 
     The order is a function of (seed, epoch). A group has about G completions (`_make_groups`).
-    `left_out` counts the rows that are in no group, by reason. `reads_logp`: the recipe reads log α.
+    `left_out` counts the rows that are in no group, by reason. `reads_logp`: the recipe reads
+    log α.
 
     Raises ValueError, with file and line, for a row that cannot be used, and if no completions are
     left.
@@ -108,7 +115,7 @@ class OfflineData:
                 if record.get("outcome") == OutcomeKind.FAILED:
                     self.left_out["failed"] += 1
                     continue
-                completion = _read_completion(record, replies)
+                completion = _read_completion(record, prompt, replies)
                 num_tokens = completion.length
                 if num_tokens > max_completion_tokens:
                     raise ValueError(
@@ -117,7 +124,7 @@ class OfflineData:
                     )
             # One warning is enough. Recorded token ids are used as they are, rendered or not.
             if record.get("prompt_token_ids") is None and not has_warned:
-                has_warned = policy.chat.warn_if_rendered(prompt, record.place)
+                has_warned = policy.chat.warn_if_unusual(prompt, record.place)
             rows.append(OfflineRow(_group_key(record, prompt), prompt, completion))
         if reads_logp:
             rows = self._leave_out_unknown_logp(rows)
@@ -249,11 +256,14 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
         raise ValueError(
             f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
         )
-    messages = build_messages(question, system_prompt, padded=is_padded(row))
+    padded = is_padded(row)
+    messages = build_messages(question, system_prompt, padded=padded)
+    tools = read_tools(row, padded=padded)
     columns = None
     if "prompt_text" not in row:
         columns = {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
-    return replies.chat.tokenize(Prompt(0, messages, answer, row=columns, place=row.place))
+    prompt = Prompt(0, messages, answer, row=columns, place=row.place, tools=tools)
+    return replies.chat.tokenize(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,13 +275,15 @@ class CompletionTokens:
     turns: Sequence[str] = ()
 
 
-def _read_completion(row: Row, replies: Replies) -> Completion:
+def _read_completion(row: Row, prompt: Prompt, replies: Replies) -> Completion:
     """Returns the completion of a row, with NaN for unknown log-probs. Raises ValueError."""
     content = parse_messages(row.get("completion"))
     finished = _read_finished(row)
     if isinstance(content, str) and row.get("token_ids") is None:
         content = replies.chat.without_end(content)
-    tokens = _read_tokens(row, content, finished=finished, replies=replies)
+        prompt_text = replies.chat.tokenizer.decode(prompt.token_ids)
+        content = _continue_prompt(prompt_text, content, finished=finished)
+    tokens = _read_tokens(row, content, prompt, finished=finished, replies=replies)
     token_ids = tokens.token_ids
     if not token_ids:
         raise ValueError("its completion has no tokens")
@@ -293,6 +305,16 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
     )
 
 
+def _continue_prompt(prompt_text: str, text: str, *, finished: bool) -> str:
+    """Returns the text of an answer without the tag with which the prompt has begun it.
+
+    Raises ValueError for a thought that does not fit the end of the prompt.
+    """
+    text = without_repetition(prompt_text, text)
+    check_thought(prompt_text, text, finished=finished)
+    return text
+
+
 def _read_finished(row: Row) -> bool:
     """Returns True if the completion ended by itself, as without the column. Raises ValueError."""
     finished = row.get("finished")
@@ -303,7 +325,9 @@ def _read_finished(row: Row) -> bool:
     return finished
 
 
-def _read_tokens(row: Row, content: Any, *, finished: bool, replies: Replies) -> CompletionTokens:
+def _read_tokens(
+    row: Row, content: Any, prompt: Prompt, *, finished: bool, replies: Replies
+) -> CompletionTokens:
     """Returns a row's recorded tokens, or tokenizes its text or messages. Raises ValueError."""
     token_ids = _read_list(row, "token_ids", (int,))
     if token_ids is not None:
@@ -321,7 +345,8 @@ def _read_tokens(row: Row, content: Any, *, finished: bool, replies: Replies) ->
                 "sampled"
             )
     if isinstance(content, list):
-        return _tokenize_turns(content, replies, finished=finished)
+        messages = _read_turns(content, padded=is_padded(row))
+        return _tokenize_turns(messages, prompt, replies, finished=finished)
     if not isinstance(content, str):
         raise ValueError(f"its completion is {content!r:.80}, not a text, messages, or token_ids")
     token_ids = replies.chat.encode(content, add_special_tokens=False)
@@ -379,30 +404,56 @@ def _read_outcome(row: JsonView) -> Outcome | None:
 # ---- Several turns ----
 
 
-def _tokenize_turns(messages: Messages, replies: Replies, *, finished: bool) -> CompletionTokens:
+def _read_turns(content: Sequence[object], *, padded: bool) -> list[JsonObject]:
+    """Returns the messages of a completion, as chat templates take them. Raises ValueError."""
+    messages = [
+        plain_message(message, padded=padded) if isinstance(message, Mapping) else {}
+        for message in content
+    ]
+    if not _is_conversation(messages):
+        raise ValueError(
+            f"its completion is {messages!r:.80}, not a text, or messages that begin and end with "
+            "the assistant, without two assistant messages in a row"
+        )
+    return messages
+
+
+def _tokenize_turns(
+    messages: Messages, prompt: Prompt, replies: Replies, *, finished: bool
+) -> CompletionTokens:
     """Tokenizes a completion of several turns.
 
     The assistant's turns are sampled, each with the token that ends it: the last one only if the
-    completion is `finished`. Other turns are what the chat template adds between them.
+    completion is `finished`. Other turns are what the chat template adds between them. It also
+    writes turns of the assistant that have more than a text, such as calls. Raises ValueError for
+    what it does not show.
     """
-    turns = [plain_message(message) if isinstance(message, Mapping) else {} for message in messages]
-    if not _is_conversation(turns):
-        raise ValueError(
-            f"its completion is {turns!r:.80}, not a text, or messages that begin and end with the "
-            "assistant, without two assistant messages in a row"
-        )
+    chat = replies.chat
+    conversation: list[JsonView] = list(prompt.messages)
+    text_before = chat.tokenizer.decode(prompt.token_ids)
     token_ids: list[int] = []
     sampled: list[bool] = []
     texts: list[str] = []
-    for is_assistant, group in groupby(turns, lambda message: message["role"] == "assistant"):
-        group_messages = list(group)
-        text = "\n".join(message["content"] for message in group_messages)
+    for is_assistant, group in groupby(messages, lambda message: message["role"] == "assistant"):
+        turns = list(group)
         if is_assistant:
-            text = replies.chat.without_end(text)
-            added_ids = replies.chat.encode(text, add_special_tokens=False)
-            added_ids.append(replies.end_id)
+            (message,) = turns
+            is_cut = message is messages[-1] and not finished
+            text, end_id = _write_turn(message, conversation, prompt, replies)
+            text = _continue_prompt(text_before, text, finished=not is_cut)
+            added_ids = chat.encode(text, add_special_tokens=False)
+            added_ids.append(end_id)
         else:
-            added_ids = replies.tokens(group_messages)
+            text = "\n".join(message["content"] for message in turns)
+            added_ids = replies.tokens(turns)
+            text_before = chat.tokenizer.decode(added_ids)
+            hidden_key = find_hidden_key(turns, text_before)
+            if hidden_key is not None:
+                raise ValueError(
+                    f"its completion has a message with {hidden_key!r}, which the chat template "
+                    "does not show: remove it"
+                )
+        conversation += turns
         texts.append(text)
         token_ids += added_ids
         sampled += [is_assistant] * len(added_ids)
@@ -412,10 +463,36 @@ def _tokenize_turns(messages: Messages, replies: Replies, *, finished: bool) -> 
     return CompletionTokens(token_ids, sampled, texts)
 
 
+def _write_turn(
+    message: JsonView, before: Messages, prompt: Prompt, replies: Replies
+) -> tuple[str, int]:
+    """Returns the text of a turn of the assistant, and the token that ends it.
+
+    A message that has only a text is that text. Any other one is what the chat template makes of it
+    behind the messages `before`. Raises ValueError.
+    """
+    chat = replies.chat
+    if not message.get("tool_calls") and not further_keys(message):
+        return chat.without_end(message["content"]), replies.end_id
+    turn = chat.render_turn(before, message, prompt.tools)
+    end_id = chat.find_end(turn)
+    return chat.without_end(turn), replies.end_id if end_id is None else end_id
+
+
 def _is_conversation(messages: Sequence[JsonView]) -> bool:
-    """True if the assistant begins and ends, and never speaks twice in a row."""
-    if not messages or not all(isinstance(message.get("content"), str) for message in messages):
+    """True if the assistant begins and ends, never speaks twice in a row, and all say something."""
+    if not messages or not all(map(_says_something, messages)):
         return False
-    is_assistant = [message.get("role") == "assistant" for message in messages]
+    is_assistant = [message["role"] == "assistant" for message in messages]
     speaks_twice = any(first and second for first, second in pairwise(is_assistant))
     return is_assistant[0] and is_assistant[-1] and not speaks_twice
+
+
+def _says_something(message: JsonView) -> bool:
+    """True if a message has a role and a text, or as the assistant's, a call or a thought."""
+    if not isinstance(message.get("role"), str):
+        return False
+    if isinstance(message.get("content"), str):
+        return True
+    has_more = bool(message.get("tool_calls")) or bool(further_keys(message))
+    return message["role"] == "assistant" and "content" not in message and has_more

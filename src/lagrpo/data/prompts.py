@@ -164,7 +164,7 @@ class PromptSource:
                 f"{self.max_prompt_tokens}; {cure}"
             )
         if not self._has_warned:  # one warning per task is enough
-            self._has_warned = self.chat.warn_if_rendered(prompt, label)
+            self._has_warned = self.chat.warn_if_unusual(prompt, label)
         return prompt
 
     def _open(self, episodes: Episodes, prompt: Prompt, split: str, index: int) -> Prompt:
@@ -177,4 +177,5 @@ class PromptSource:
         if prompt_place not in self._openings:
             random_key = (self.seed, "opening", split, index)
             self._openings[prompt_place] = episodes.open(prompt, random_key)
-        return replace(prompt, messages=self._openings[prompt_place], task_messages=prompt.messages)
+        messages = self._openings[prompt_place]
+        return replace(prompt, messages=messages, task_messages=prompt.messages, tools=())

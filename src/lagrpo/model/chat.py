@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,13 @@ ROLES_IN_FRONT = ("system", "developer")
 # Switches of thinking in a message, which some templates act on and remove.
 SWITCHES = re.compile(r"/(?:no_?think|think|system_override)\b")
 EMPTY_THOUGHT_AT_END = re.compile(r"<think>\s*</think>\s*$")
+EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 TAG = re.compile(r"</?[\w:]{1,30}>")
 # A tag at the end of a rendered prompt, such as <think> or [THINK]. Group 1 is the name of a tag
 # that may be the header of a turn.
 OPENED_TAG = re.compile(rf"(?:<(\w+)>|{THOUGHT_BEGIN.pattern})\s*$")
+# Keys of a message in which chat templates find a thought.
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class TemplateError(ValueError):
@@ -74,7 +77,51 @@ def end_with(text: str, turn: str) -> str:
     answer = turn.lstrip()
     if answer.startswith("<think>"):
         head = EMPTY_THOUGHT_AT_END.sub("", head)
-    return head + answer
+    return head + without_repetition(head, answer)
+
+
+def without_repetition(before: str, answer: str) -> str:
+    """Returns an answer without the tag, or the empty thought, with which the text `before` ends.
+
+    >>> without_repetition("assistant: <think>\\n", "<think>\\nhm</think>5")
+    'hm</think>5'
+    """
+    empty_thought = EMPTY_THOUGHT_AT_END.search(before)
+    opened_tag = OPENED_TAG.search(before)
+    if empty_thought is not None:
+        repeated = EMPTY_THOUGHT.match(answer)
+    elif opened_tag is not None:
+        repeated = re.match(rf"\s*{re.escape(opened_tag[0].rstrip())}", answer)
+    else:
+        return answer
+    if repeated is None:
+        return answer
+    rest = answer[repeated.end() :]
+    space_before = before[len(before.rstrip()) :]
+    while not rest.startswith(space_before):
+        space_before = space_before[:-1]
+    return rest.removeprefix(space_before)
+
+
+def check_thought(before: str, answer: str, *, finished: bool) -> None:
+    """Raises ValueError unless a completion's thought fits the end of the text `before`.
+
+    Behind an empty thought it may have none, and it must close an open one if it is `finished`.
+    """
+    if EMPTY_THOUGHT_AT_END.search(before) and answer.lstrip().startswith("<think>"):
+        raise ValueError(
+            "its completion begins with <think>, but the prompt ends with an empty thought: "
+            "remove the thought, or enable_thinking = false in model.chat_template_kwargs"
+        )
+    opened_tag = OPENED_TAG.search(before)
+    if opened_tag is None or not finished:
+        return
+    tag = opened_tag[0].rstrip()
+    if THOUGHT_BEGIN.fullmatch(tag) and not THOUGHT_END.search(answer):
+        raise ValueError(
+            f"the prompt ends with {tag}, but its completion does not close it: add the end of the "
+            "thought, or set finished = false if the completion was cut"
+        )
 
 
 # ---- what a rendered prompt must have ----
@@ -101,9 +148,9 @@ def check_rendered(messages: Messages, text: str) -> None:
 def required_pieces(message: JsonView) -> Iterator[str]:
     """Yields the texts of a message that no chat template may drop, in order.
 
-    They are its content without the white space around it, and the names of the functions that it
-    calls. Templates drop the thinking of earlier turns, and some drop the tags of an answer and the
-    switches of thinking.
+    They are its content without the white space around it, its refusal, and the names of the
+    functions that it calls. Templates drop the thinking of earlier turns, and some drop the tags of
+    an answer and the switches of thinking.
     """
     content = message.get("content")
     text = content if isinstance(content, str) else ""
@@ -112,8 +159,89 @@ def required_pieces(message: JsonView) -> Iterator[str]:
         text = THOUGHT_END.split(text)[-1]
         separator = TAG
     yield from filter(None, map(str.strip, separator.split(text)))
+    if message.get("refusal"):
+        yield str(message["refusal"]).strip()
     for call in message.get("tool_calls") or ():
         yield call.get("function", call)["name"]
+
+
+def check_tools(tools: Tools, text: str) -> None:
+    """Raises ValueError unless a rendered prompt has the names of its tools."""
+    for tool in tools:
+        name = tool.get("function", tool)["name"]
+        if name not in text:
+            raise ValueError(
+                f"the rendered prompt lacks the function {name!r} of its column 'tools'. Set "
+                "model.chat_template to a template that shows tools, or remove the column"
+            )
+
+
+def check_shown(message: JsonView, text: str) -> None:
+    """Raises ValueError unless the rendered `text` has all that a message says.
+
+    It is for messages that are learned: their thoughts, the arguments of their calls, and their
+    other keys must be there, too.
+    """
+    content_pieces = map(str.strip, TAG.split(message.get("content") or ""))
+    pieces = [("content", piece) for piece in content_pieces if piece]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        call_pieces = [function["name"], *texts_of(function.get("arguments"))]
+        pieces += [("tool_calls", piece) for piece in call_pieces]
+    for key in further_keys(message):
+        value = message[key]
+        pieces += [(key, piece) for piece in texts_of(value) or [json.dumps(value)]]
+    for key, piece in pieces:
+        if find_end(piece, text, 0) < 0:
+            raise ValueError(
+                f"the chat template does not show the {key} {one_line(piece, 80)!r} of its message "
+                f"with role {message['role']!r}. Remove it, or set model.chat_template to a "
+                "template that shows it"
+            )
+
+
+def find_hidden_key(messages: Messages, text: str) -> str | None:
+    """Returns a key of a message whose texts are not in the rendered `text`; None if all are.
+
+    Templates leave out earlier thoughts.
+    """
+    for message in messages:
+        for key in further_keys(message):
+            is_thought = key in THOUGHT_KEYS
+            pieces = texts_of(message[key])
+            if not is_thought and not all(find_end(piece, text, 0) >= 0 for piece in pieces):
+                return key
+    return None
+
+
+def further_keys(message: JsonView) -> list[str]:
+    """Returns the keys of a message that have a value, beside its text and its calls.
+
+    Ids, and the names of tools, do not count: templates show them only where a model needs them.
+    """
+    known_keys = ["role", "content", "tool_calls", "tool_call_id", "id"]
+    if message["role"] not in ("user", "assistant"):
+        known_keys.append("name")
+    return [key for key, value in message.items() if key not in known_keys and not is_empty(value)]
+
+
+def is_empty(value: object) -> bool:
+    """True for null, false, and empty texts, lists and tables; not for 0."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def texts_of(value: object) -> list[str]:
+    """Returns the texts in a value, and the keys of its tables."""
+    if isinstance(value, str):
+        return [value.strip()] if value.strip() else []
+    texts: list[str] = []
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            texts += [key, *texts_of(entry)]
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            texts += texts_of(entry)
+    return texts
 
 
 def find_end(piece: str, text: str, start: int) -> int:
@@ -219,54 +347,100 @@ class Chat:
     def tokenize(self, prompt: Prompt, tools: Tools | None = None) -> Prompt:
         """Returns the prompt with its token ids.
 
-        The chat template renders it, and gets `tools` as JSON schemas. Without a template, the
-        prompt is its plain text. Raises TemplateError. Raises ValueError for a message that the
-        template leaves out, for a prompt without tokens, for a token that the model does not have,
-        and if the model's tokenizer.json gives other tokens.
+        The chat template renders it, and gets `tools`, else the prompt's own, as JSON schemas.
+        Without a template, the prompt is its plain text. A token that the tokenizer appends to end
+        a text is left out. Raises TemplateError. Raises ValueError for a message or a tool of the
+        prompt that the template leaves out, for a prompt without tokens, for a token that the model
+        does not have, and if the model's tokenizer.json gives other tokens.
         """
         is_chat = self.tokenizer.chat_template is not None
         if is_chat:
-            text = self.render(prompt.messages, tools)
+            text = self.render(prompt.messages, tools or prompt.tools)
         else:
             text = "\n".join(message.get("content") or "" for message in prompt.messages)
         check_rendered(prompt.messages, text)
+        if not tools:
+            check_tools(prompt.tools, text)
         ids = self.encode(text, add_special_tokens=not is_chat)
+        self._check_file(text, ids, add_special_tokens=not is_chat)
+        if not is_chat:
+            ids = self._without_added_end(ids, text)
         if not ids:
             raise ValueError(f"it has no tokens: its text is {text!r:.80}")
         self.check_vocabulary(ids)
-        self._check_file(text, ids, add_special_tokens=not is_chat)
         return replace(
             prompt,
             token_ids=tuple(int(token_id) for token_id in ids),
             prefix=self.find_prefix(prompt.messages, text),
         )
 
-    def render(self, messages: Messages, tools: Tools | None = None) -> str:
+    def _without_added_end(self, ids: Sequence[int], text: str) -> Sequence[int]:
+        """Returns the tokens of a text without the end tokens that the tokenizer appends.
+
+        Behind such a token, a model begins another text.
+        """
+        if self._count_ends(ids) == 0:
+            return ids
+        own_ids = self.encode(text, add_special_tokens=False)
+        num_added = self._count_ends(ids) - self._count_ends(own_ids)
+        return ids[: len(ids) - num_added]
+
+    def _count_ends(self, ids: Sequence[int]) -> int:
+        """Returns the number of end tokens at the end of these tokens."""
+        return sum(1 for _ in takewhile(self.eos_ids.__contains__, reversed(ids)))
+
+    def render_turn(self, before: Messages, message: JsonView, tools: Tools | None = None) -> str:
+        """Returns the text of an assistant's turn as the chat template writes it.
+
+        It begins behind the header of the answer to the messages `before`, and has the token that
+        ends the turn. Raises TemplateError. Raises ValueError if the template leaves out anything
+        of the message, or begins its turn in another way than an answer.
+        """
+        header = self.render(before, tools)
+        text = self.render([*before, message], tools, is_complete=True)
+        if before[-1]["role"] == "assistant" or not text.startswith(header):
+            raise ValueError(
+                "the chat template begins the assistant's message in another way than the prompt "
+                f"begins an answer, which is {header[-40:]!r}"
+            )
+        turn = text.removeprefix(header)
+        check_shown(message, turn)
+        empty_thought = EMPTY_THOUGHT.match(turn)
+        if empty_thought is not None and not EMPTY_THOUGHT.match(str(message.get("content"))):
+            # As Qwen3's template does. A message without a thought is learned without one.
+            turn = turn[empty_thought.end() :].lstrip()
+        return turn.rstrip()
+
+    def render(
+        self, messages: Messages, tools: Tools | None = None, *, is_complete: bool = False
+    ) -> str:
         """Returns the text that the chat template makes of messages.
 
         It ends with the header of the coming answer, or with the last message if that is the
-        assistant's. Raises TemplateError.
+        assistant's, without its end. If the conversation `is_complete`, it ends with the end of the
+        last message. Raises TemplateError.
         """
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, is_complete=is_complete)
         except TemplateError:
             # DeepSeek's template takes the arguments of calls as JSON text.
             with_text = [write_arguments(message) for message in messages]
             if with_text != list(messages):
                 with suppress(TemplateError):
-                    return self._render(with_text, tools)
+                    return self._render(with_text, tools, is_complete=is_complete)
             raise
 
-    def _render(self, messages: Messages, tools: Tools | None) -> str:
+    def _render(self, messages: Messages, tools: Tools | None, *, is_complete: bool) -> str:
         plain_messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
         for message in plain_messages:
             # OpenAI's API has null for the text of a call.
-            if message.get("tool_calls"):
+            if message["role"] == "assistant":
                 message.setdefault("content", "")
-        begins_answer = bool(plain_messages) and plain_messages[-1]["role"] == "assistant"
+        is_last_of_assistant = bool(plain_messages) and plain_messages[-1]["role"] == "assistant"
+        begins_answer = is_last_of_assistant and not is_complete
         end_option = "continue_final_message" if begins_answer else "add_generation_prompt"
         tool_list = list(tools or ()) or None
         try:
@@ -275,7 +449,7 @@ class Chat:
                 chat_template=self._template_of_run(tool_list),
                 tokenize=False,
                 tools=tool_list,
-                **{end_option: True},
+                **{end_option: not is_complete},
                 **self.template_kwargs,
             )
         except Exception as error:  # a template can raise anything
@@ -344,16 +518,23 @@ class Chat:
         tokenizer.no_padding()
         return tokenizer
 
-    def warn_if_rendered(self, prompt: Prompt, where: str) -> bool:
-        """Warns if the messages have a special token: they may have been rendered before.
+    def warn_if_unusual(self, prompt: Prompt, where: str) -> bool:
+        """Warns of messages that may have been rendered before, and of keys that are not shown.
 
-        Returns True if they have one.
+        Returns True if it warns.
         """
         text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
         token = next((token for token in self.special_tokens if token in text), None)
-        if token is None:
+        if token is None and not any(map(further_keys, prompt.messages)):
             return False
         rendered_text = self.tokenizer.decode(prompt.token_ids)
+        hidden_key = find_hidden_key(prompt.messages, rendered_text)
+        if hidden_key is not None:
+            logger.warning(
+                "%s has a message with %r, which the chat template does not show", where, hidden_key
+            )
+        if token is None:
+            return hidden_key is not None
         if rendered_text != text:
             logger.warning(
                 "%s has the special token %s, and is asked as %.300r. If it was rendered before, "
@@ -456,6 +637,18 @@ class Chat:
             if token_id in self.eos_ids:
                 return self.decode(token_ids[:index])
         return self.decode(token_ids)
+
+    def find_end(self, text: str) -> int | None:
+        """Returns the token with which a text ends a completion; None if it has none at its end."""
+        end_tokens = [
+            token
+            for token, token_id in self.special_tokens.items()
+            if token_id in self.eos_ids and text.rstrip().endswith(token)
+        ]
+        if not end_tokens:
+            return None
+        # The longest, because one token may end with another.
+        return self.special_tokens[max(end_tokens, key=len)]
 
     def without_end(self, text: str) -> str:
         """Returns a completion's text without the tokens that end or pad it.

@@ -29,7 +29,7 @@ from lagrpo.rewards.reward import (
     load_rewards,
     load_rewards_of_environment,
 )
-from lagrpo.tasks.messages import Messages, build_messages, is_padded
+from lagrpo.tasks.messages import Messages, build_messages, is_padded, read_tools
 from lagrpo.types import Prompt
 
 logger = logging.getLogger("lagrpo")
@@ -198,11 +198,15 @@ class RowTask:
     def prompt(self, split: str, index: int) -> Prompt:
         row = self.rows[split][index]
         question, answer = self.ask(row)
+        padded = is_padded(row)
         columns = None
+        tools = ()
         if isinstance(row, Mapping):
             columns = {**row, "prompt": question}
-        messages = build_messages(question, self.system_prompt, padded=is_padded(row))
-        return Prompt(index, messages, answer, row=columns, place=getattr(row, "place", ""))
+            tools = read_tools(row, padded=padded)
+        messages = build_messages(question, self.system_prompt, padded=padded)
+        place = getattr(row, "place", "")
+        return Prompt(index, messages, answer, row=columns, place=place, tools=tools)
 
 
 def select(rows: Any, indices: Sequence[int]) -> Any:
@@ -405,9 +409,13 @@ def complete_task(task: Task, tools: Sequence[str]) -> Task:
     lagrpo nor the data passes.
     """
     if task.size("train"):
-        row = task.prompt("train", 0).row
+        prompt = task.prompt("train", 0)
         for reward in Rewards.from_reward(task.reward).parts:
-            reward.check(row)
+            reward.check(prompt.row)
+        if prompt.tools and (tools or environment_of(task) is not None):
+            logger.warning(
+                "the model does not see the column 'tools': its environment says what it may call"
+            )
     if not tools:
         return task
     from lagrpo.tasks.environments import make_tools

@@ -38,6 +38,11 @@ def build_messages(
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages with role "
             "and content, the last of which has a text"
         )
+    if turns[-1]["role"] == "assistant" and turns[-1].get("tool_calls"):
+        raise ValueError(
+            "its prompt ends with a call of the assistant: end it with the call's result, or with "
+            "the user's message"
+        )
     unknown_roles = {turn["role"] for turn in turns} & {"human", "gpt", "bot", "ai"}
     if unknown_roles:
         raise ValueError(
@@ -68,11 +73,14 @@ def _to_turns(question: object, *, padded: bool) -> list[JsonObject]:
 def plain_message(message: Message, *, padded: bool = False) -> JsonObject:
     """Returns the message as chat templates take it.
 
-    Keys that are None are left out, text parts are joined to one text, and the arguments of calls
-    are objects. Arguments that are None stay, unless they are `padded` (see `is_padded`). Raises
-    ValueError for a part that is not a text.
+    Keys that are None are left out, text parts are joined to one text, a `function_call` becomes
+    one of the `tool_calls`, and the arguments of calls are objects. Arguments that are None stay,
+    unless they are `padded` (see `is_padded`). Raises ValueError for a part that is not a text.
     """
     message = without_none(json.loads(json.dumps(message)))
+    function_call = message.pop("function_call", None)  # of OpenAI's older API
+    if function_call:
+        message["tool_calls"] = [{"type": "function", "function": function_call}]
     calls = message.get("tool_calls")
     if calls:
         message["tool_calls"] = [plain_call(call, padded=padded) for call in calls]
@@ -113,6 +121,38 @@ def plain_call(call: Any, *, padded: bool) -> JsonObject:
     if "function" not in call:
         return {"type": "function", "function": function}
     return without_none({**call, "function": function})
+
+
+def read_tools(row: JsonView, *, padded: bool) -> tuple[JsonObject, ...]:
+    """Returns the functions in the column `tools` of a row, as chat templates take them.
+
+    The column, and each function, may be JSON text. Raises ValueError for anything else than a list
+    of functions with names.
+    """
+    tools = _parse_json(row.get("tools"))
+    if not tools:
+        return ()
+    functions = (
+        [_parse_json(tool) for tool in tools] if isinstance(tools, list | tuple) else [tools]
+    )
+    for function in functions:
+        table = function.get("function", function) if isinstance(function, Mapping) else None
+        if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+            raise ValueError(
+                f"its column 'tools' has {function!r:.80}: write a list of functions such as "
+                '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            )
+    if padded:
+        functions = without_none_anywhere(functions)
+    return tuple(functions)
+
+
+def _parse_json(value: Any) -> Any:
+    """Returns the value of JSON text; other values as they are."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value) if value.strip() else None
+    return value
 
 
 def without_none(table: Message) -> JsonObject:
