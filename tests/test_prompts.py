@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,7 +18,11 @@ from lagrpo.runs import load_rollouts
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.tasks.files import Row
-from lagrpo.training.build_tasks import check_training_prompts
+from lagrpo.training.build_tasks import (
+    check_training_prompts,
+    load_tasks,
+    warn_of_trained_prompts,
+)
 from lagrpo.training.run import train
 from lagrpo.verify import verify_run
 
@@ -180,3 +185,92 @@ def test_rewards_outside_of_their_range_give_one_warning(run, capsys):
     assert out.count("outside [0, 1], so pass@1 is wrong") == 1
     run("load_rarely_right")
     assert "outside [0" not in capsys.readouterr().out
+
+
+# ---- data that does not fit ----
+
+
+def custom_settings(tmp_path, train, test, answer_column="a", rewards=("exact",), **sections):
+    """Settings of a run on these rows, for training and testing."""
+    (tmp_path / "data").mkdir(exist_ok=True)
+    for name, rows in (("train", train), ("test", test)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "data" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    task = {"name": "custom", "data": str(tmp_path / "data"), "rewards": list(rewards)}
+    task |= {"prompt_column": "q", "answer_column": answer_column}
+    return Settings.model_validate({"task": task, **sections})
+
+
+def questions_of(*questions):
+    return [{"q": question, "a": "5"} for question in questions]
+
+
+USER = [{"role": "user", "content": "2+3?"}]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "word"),
+    [
+        pytest.param(
+            questions_of("1?", "2?", "3?"), questions_of("1?", "2?"), "2 of the 2", id="all"
+        ),
+        pytest.param(
+            questions_of("1?", "2?", "3?"), questions_of("1?", "4?"), "1 of the 2", id="some"
+        ),
+        pytest.param(
+            questions_of("1?", "2?"), questions_of("2? ", "4?"), "1 of the 2", id="white space"
+        ),
+        pytest.param(
+            questions_of("2+3?", "2?"),
+            questions_of(USER, "4?"),
+            "1 of the 2",
+            id="text and message",
+        ),
+        pytest.param(questions_of("1?", "2?"), questions_of("3?", "4?"), None, id="none"),
+    ],
+)
+def test_evaluation_prompts_that_are_trained_on_are_counted(tmp_path, caplog, train, test, word):
+    settings = custom_settings(tmp_path, train, test)
+    warn_of_trained_prompts(settings, load_tasks(settings))
+    assert ("are among the training prompts" in caplog.text) == (word is not None)
+    assert word is None or word in caplog.text
+
+
+def test_prompts_of_an_evaluation_set_that_are_trained_on_are_counted(tmp_path, caplog):
+    rows = questions_of("1?", "2?", "3?")
+    settings = custom_settings(tmp_path, rows, questions_of("4?"))
+    set_task = settings.task.model_dump() | {
+        "options": {"train_split": "test", "test_split": "train"}
+    }
+    sets = [{"name": "mine", "every": 1, "task": set_task}]
+    settings = custom_settings(tmp_path, rows, questions_of("4?"), eval={"sets": sets})
+    warn_of_trained_prompts(settings, load_tasks(settings))
+    assert "3 of the 3 evaluation prompts of 'mine'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer_column", "columns"),
+    [
+        pytest.param("reward_model", "reward_model.style, reward_model.truth", id="struct"),
+        pytest.param(None, "q, reward_model", id="whole row"),
+    ],
+)
+def test_table_as_answer_of_a_reward_that_compares_texts_is_rejected(
+    tmp_path, answer_column, columns
+):
+    rows = [{"q": "1?", "reward_model": {"style": "rule", "truth": "5"}}]
+    settings = custom_settings(tmp_path, rows, rows, answer_column)
+    with pytest.raises(SettingsError, match=f"set task.answer_column to one of {columns}"):
+        load_tasks(settings)
+    settings = custom_settings(tmp_path, rows, rows, answer_column, rewards=["format"])
+    assert load_tasks(settings)
+
+
+def test_tools_of_the_data_beside_an_environment_give_a_warning(tmp_path, caplog):
+    rows = [{"q": "1?", "a": "5", "tools": [{"name": "add"}]}]
+    settings = custom_settings(tmp_path, rows, rows)
+    load_tasks(settings)
+    assert "column 'tools'" not in caplog.text
+    tools = {**settings.task.model_dump(), "tools": ["calculator"]}
+    load_tasks(Settings.model_validate({"task": tools}))
+    assert "column 'tools'" in caplog.text

@@ -190,6 +190,149 @@ def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
             load(write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4))
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"x": None}}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "expected"),
+    [
+        pytest.param([ADD], (ADD,), id="functions"),
+        pytest.param(json.dumps([ADD]), (ADD,), id="JSON text"),
+        pytest.param([json.dumps(ADD)], (ADD,), id="list of JSON texts"),
+        pytest.param(ADD, (ADD,), id="one function"),
+        pytest.param([ADD["function"]], (ADD["function"],), id="without type"),
+        pytest.param([], (), id="empty list"),
+        pytest.param(None, (), id="null"),
+        pytest.param("", (), id="empty text"),
+        pytest.param("[]", (), id="empty list as text"),
+    ],
+)
+def test_column_tools_has_the_functions_of_a_prompt(tmp_path, tools, expected):
+    data = write(tmp_path / "a.jsonl", [{**row, "tools": tools} for row in ROWS])
+    assert load(data).prompt("train", 0).tools == expected
+
+
+def test_functions_in_parquet_have_no_nulls_of_other_rows(tmp_path):
+    rows = [
+        {**row, "tools": [{"name": name, "parameters": {name: "number"}}]}
+        for row, name in zip(ROWS, "xy" * 15, strict=True)
+    ]
+    prompt = load(write(tmp_path / "a.parquet", rows), options={"test_split": "a"}).prompt(
+        "train", 0
+    )
+    assert prompt.tools == ({"name": "x", "parameters": {"x": "number"}},)
+
+
+@pytest.mark.parametrize("tools", ["hammer, saw", [1], [{"type": "function"}]], ids=repr)
+def test_column_tools_without_functions_is_rejected(tmp_path, tools):
+    data = write(tmp_path / "a.jsonl", [{**row, "tools": tools} for row in ROWS])
+    with pytest.raises(ValueError, match=r"a\.jsonl, \w+ 1: its column 'tools'"):
+        load(data)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "warned"),
+    [
+        pytest.param("images", ["a.png"], True, id="images"),
+        pytest.param("audio", "a.wav", True, id="audio"),
+        pytest.param("functions", [ADD], True, id="functions"),
+        pytest.param("images", [], False, id="no images"),
+        pytest.param("video", None, False, id="null"),
+    ],
+)
+def test_column_that_the_model_does_not_see_gives_a_warning(
+    tmp_path, caplog, column, value, warned
+):
+    load(write(tmp_path / "a.jsonl", [{**row, column: value} for row in ROWS]))
+    assert (f"column {column!r}" in caplog.text) == warned
+
+
+def ending_with(texts: list[str], answer: object = "7") -> list[JsonObject]:
+    """Rows with prompts that end with these messages of the assistant."""
+    return [
+        {
+            "q": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": text}],
+            "a": answer,
+        }
+        for n, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "answer"),
+    [
+        pytest.param(["The answer is 7."] * 9, "7", id="sentence"),
+        pytest.param(["7"] * 9, 7, id="number"),
+        pytest.param(["#### 7"] * 9, "3 + 4 = 7 #### 7", id="answer of GSM8K"),
+        pytest.param(["It is seven."] * 9, ["7", "seven"], id="one of several answers"),
+        pytest.param(["It is 7.", "It is 7.", "It is "], "7", id="most prompts"),
+    ],
+)
+def test_prompts_that_end_with_their_answer_are_rejected(tmp_path, texts, answer):
+    data = write(tmp_path / "a.jsonl", ending_with(texts, answer))
+    with pytest.raises(ValueError, match=r"a\.jsonl, \w+ 1: .*end the prompt before it"):
+        load(data)
+
+
+def test_prompt_that_ends_with_a_call_is_rejected(tmp_path):
+    (row,) = ending_with([""])
+    row["q"][-1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
+    with pytest.raises(ValueError, match="ends with a call"):
+        load(write(tmp_path / "a.jsonl", [row] * 9))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param(["It is "] * 9, id="beginning of an answer"),
+        pytest.param(["<think>\n"] * 9, id="tag"),
+        pytest.param(["Step 7:", *["Let me see."] * 8], id="answer by chance"),
+        pytest.param(["It is 17."] * 9, id="answer within a number"),
+    ],
+)
+def test_prompts_that_begin_the_answer_give_a_warning(tmp_path, caplog, texts):
+    load(write(tmp_path / "a.jsonl", ending_with(texts)))
+    assert "end with a message of the assistant" in caplog.text
+
+
+COLUMNS = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(pa.Table.from_pylist(ROWS), id="table of pyarrow"),
+        pytest.param(pa.Table.from_pylist(ROWS).to_batches()[0], id="batch of pyarrow"),
+        pytest.param(COLUMNS, id="columns"),
+        pytest.param({name: np.array(values) for name, values in COLUMNS.items()}, id="arrays"),
+        pytest.param({"train": COLUMNS}, id="columns of a split"),
+        pytest.param({"train": pa.Table.from_pylist(ROWS)}, id="table of a split"),
+        pytest.param(datasets.Dataset.from_list(ROWS), id="dataset"),
+    ],
+)
+def test_table_in_memory_has_the_rows_of_a_list(data):
+    options = {"prompt_column": "q", "answer_column": "a"}
+    expected = custom.load(0, data=ROWS, **options)
+    task = custom.load(0, data=data, **options)
+    assert task.size("train") == expected.size("train") == 27
+    for index in range(27):
+        prompt = task.prompt("train", index)
+        assert prompt.messages == expected.prompt("train", index).messages
+        assert prompt.answer == expected.prompt("train", index).answer
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        pytest.param({"q": ["1", "2"], "a": ["1"]}, "different lengths: q 2, a 1", id="lengths"),
+        pytest.param(5, "int, not rows", id="number"),
+    ],
+)
+def test_data_that_are_not_rows_are_rejected(data, problem):
+    with pytest.raises(ValueError, match=problem):
+        custom.load(0, data=data)
+
+
 def test_arguments_of_tool_calls_lose_the_nulls_of_parquet(tmp_path):
     calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("f", "g")]
     messages = [

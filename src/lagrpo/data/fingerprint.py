@@ -10,21 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.tasks import RowTask, Task
 from lagrpo.tasks.columns import as_stored
+from lagrpo.tasks.splits import iterate_rows
 from lagrpo.types import JsonObject, JsonView, Prompt
 
 Digests = JsonObject
 
 ROWS = "rows"
 """Key of the number of rows; all other keys are columns, with their digests."""
-
-CHUNK = 1000
-"""Rows of a dataset that are read at a time."""
 
 VISITED = ("tokens", "answers")
 """Keys of the digests of a prompt that the run visits."""
@@ -73,21 +71,6 @@ def digest_rows(rows: Any) -> Digests:
         ROWS: len(rows),
         "columns": {name: column_hashes[name].hexdigest() for name in sorted(column_hashes)},
     }
-
-
-def iterate_rows(rows: Any) -> Iterator[Any]:
-    """Yields the rows of a sequence, or of a dataset.
-
-    A dataset is read by chunks: row by row, it takes ten times as long.
-    """
-    is_dataset = hasattr(rows, "select")
-    if not is_dataset:
-        yield from rows
-        return
-    for start in range(0, len(rows), CHUNK):
-        columns = rows[start : start + CHUNK]  # a list for each column
-        for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
 
 
 def digest_prompt(prompt: Prompt) -> dict[str, str]:

@@ -95,7 +95,8 @@ def accept_any(score: Callable[[str, Any, str], float]) -> Callable[..., float]:
     """Returns a reward function that scores a list as the answer by its best entry.
 
     A text that lists accepted answers (`lagrpo.rewards.texts.find_accepted`) counts as a list of
-    them and of itself. The function raises UnscorableError if no entry can be scored.
+    them and of itself. The function raises UnscorableError if no entry can be scored. Its attribute
+    `compares_texts` is True: it scores no table.
     """
 
     @wraps(score)
@@ -116,6 +117,7 @@ def accept_any(score: Callable[[str, Any, str], float]) -> Callable[..., float]:
             raise problem
         return max(rewards)
 
+    score_any.compares_texts = True  # pyright: ignore
     return score_any
 
 

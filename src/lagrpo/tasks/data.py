@@ -10,18 +10,33 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
-from lagrpo.errors import one_line_errors, suggest
-from lagrpo.tasks import Ask, select
+from lagrpo.errors import one_line, one_line_errors, suggest
+from lagrpo.tasks import Ask, RowTask, Task, select
 from lagrpo.tasks.columns import Columns, find_column, get_value, plain
-from lagrpo.tasks.messages import build_messages
-from lagrpo.tasks.splits import Named, Rows, find_splits, read_split
+from lagrpo.tasks.messages import build_messages, read_tools
+from lagrpo.tasks.splits import (
+    Named,
+    Rows,
+    find_splits,
+    iterate_rows,
+    read_split,
+    without_media,
+)
 
 logger = logging.getLogger("lagrpo")
 
 MAX_HELD_OUT_PROMPTS = 1000
+
+# Columns that the model does not see, although people mean them to be part of a prompt.
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_OTHER_NAMES_OF_TOOLS = ("functions", "tool_definitions", "tool_schemas", "available_tools")
 
 _NO_COLUMN = object()  # stands for the answer of a row without a column for it
 
@@ -67,6 +82,7 @@ def load_rows(
 
     places = {side: f"the {side} split of {source}" for side in split_names}
     rows = {side: read_split(splits[name], places[side]) for side, name in split_names.items()}
+    _warn_of_unseen_columns(rows["train"], places["train"])
     rows = _leave_out_unanswered(rows, places, answers, answer_may_be_row=answer_may_be_row)
 
     if seed is None or has_test_split:
@@ -172,6 +188,21 @@ def _is_missing(answer: object) -> bool:
     return answer is None or answer is _NO_COLUMN or not str(answer).strip()
 
 
+def _warn_of_unseen_columns(rows: Rows, split_place: str) -> None:
+    """Warns of columns with images or functions that the model does not see."""
+    for name in (*_MEDIA, *_OTHER_NAMES_OF_TOOLS):
+        if isinstance(rows, list):
+            is_there = any(row.get(name) for row in rows)
+        else:
+            is_there = name in rows.column_names
+        if not is_there:
+            continue
+        reason = "models get text only"
+        if name in _OTHER_NAMES_OF_TOOLS:
+            reason = "the chat template gets functions of a column named 'tools'"
+        logger.warning("the model does not see the column %r of %s: %s", name, split_place, reason)
+
+
 def _check_prompts(rows: Rows, split_place: str, ask: Ask) -> None:
     """Raises ValueError if the prompts of a split cannot be asked."""
     # The columns of a dataset have types, so its first row stands for all of them.
@@ -185,13 +216,87 @@ def _digest_prompts(rows: Iterable[Columns], split_place: str, ask: Ask) -> list
     Raises ValueError for a prompt that cannot be asked.
     """
     digests: list[bytes] = []
+    openings: list[Opening] = []
     for number, row in enumerate(rows, start=1):
-        with one_line_errors(_place_of(row, split_place, number)):
-            question, _ = ask(row)
+        place = _place_of(row, split_place, number)
+        with one_line_errors(place):
+            question, answer = ask(row)
             messages = build_messages(question)
+            read_tools(row, padded=False)
         text = json.dumps(messages, sort_keys=True)
         digests.append(hashlib.blake2b(text.encode(), digest_size=16).digest())
+        if messages[-1]["role"] == "assistant":
+            openings.append(Opening(messages[-1]["content"], answer, place))
+    _check_openings(openings, split_place)
     return digests
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The last message of a prompt, if it is the assistant's: the beginning of its answer."""
+
+    text: str
+    answer: Any
+    place: str
+
+    @property
+    def has_answer(self) -> bool:
+        """True if the reference answer stands in the text."""
+        answers = self.answer if isinstance(self.answer, list) else [self.answer]
+        return any(_stands_in(answer, self.text) for answer in answers)
+
+
+def _stands_in(answer: object, text: str) -> bool:
+    """True if a text has the answer as words of its own; False for an answer that is a row."""
+    if answer is None or isinstance(answer, bool | Mapping):
+        return False
+    words = str(answer).rpartition("####")[2].strip()
+    if isinstance(answer, float):
+        words = words.removesuffix(".0")
+    return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text) is not None
+
+
+def _check_openings(openings: Sequence[Opening], split_place: str) -> None:
+    """Raises ValueError if prompts end with the answer that the model is to find.
+
+    One such prompt may be chance: "Step 1:" has the answer 1. Warns of other beginnings of answers.
+    """
+    if not openings:
+        return
+    solved = [opening for opening in openings if opening.has_answer]
+    if len(solved) > len(openings) / 2:
+        first = solved[0]
+        raise ValueError(
+            f"{first.place}: its prompt ends with the assistant's message {first.text!r:.80}, "
+            f"which has the answer {first.answer!r:.40}: end the prompt before it"
+        )
+    logger.warning(
+        "prompts of %s end with a message of the assistant, which completions continue, such as %r",
+        split_place,
+        one_line(openings[0].text, 80),
+    )
+
+
+def prompt_keys(task: Task, split: str) -> Iterator[str]:
+    """Yields a text for each row of data: equal for equal prompts, but for white space around them.
+
+    Yields nothing for a task whose prompts are not rows of data.
+    """
+    if not isinstance(task, RowTask) or not task.size(split):
+        return
+    rows = task.rows[split]
+    if isinstance(rows, list) and not isinstance(rows[0], Mapping):
+        return
+    for row in iterate_rows(without_media(rows)):
+        # The check of the prompts that a run visits names a row that cannot be asked.
+        with suppress(ValueError):
+            question, _ = task.ask(row)
+            if not isinstance(question, str):
+                messages = build_messages(question)
+                question = json.dumps(messages)
+                if len(messages) == 1 and messages[0]["role"] == "user":
+                    question = messages[0]["content"]
+            yield question.strip()
 
 
 def _place_of(row: object, split_place: str, number: int) -> str:

@@ -19,9 +19,12 @@ FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class Row(JsonObject):
-    """A row of a file. `place` is where it stands: "data.jsonl, line 3"."""
+    """A row of a file. `place` is where it stands: "data.jsonl, line 3".
 
-    def __init__(self, values: Columns, path: Path | str, place: str) -> None:
+    `path` is None for a row of a table in memory.
+    """
+
+    def __init__(self, values: Columns, path: Path | str | None, place: str) -> None:
         super().__init__(values)
         self.path = path
         self.place = place

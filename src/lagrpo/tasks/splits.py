@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from lagrpo.tasks.columns import (
 from lagrpo.tasks.files import FORMATS, Row, format_of, parse_row, read_rows
 
 Named = Any
-"""task.data, or the data itself: a `datasets.Dataset` or `DatasetDict`, a data frame, or rows."""
+"""task.data, or the data itself: a `datasets.Dataset` or `DatasetDict`, a data frame, a table of
+pyarrow, a dict of columns, or rows."""
 
 Rows = Any
 """A list of `Row`, or a `datasets.Dataset`, which stays on the disk.
@@ -30,6 +31,9 @@ Both have a length and indices.
 
 # "owner/name" or "owner/name:configuration".
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
+
+CHUNK = 1000
+"""Rows of a dataset that are read at a time."""
 
 # The end of a file's name after the name of its split, as the hub's shards have it:
 # "-00000-of-00002.parquet". Group 2 is the number of shards.
@@ -42,7 +46,7 @@ def find_splits(named: Named, hub: str) -> dict[str, Any]:
     named: task.data, or the data itself; hub: the dataset that is suggested if no data is named.
     Raises ValueError for missing data.
     """
-    if isinstance(named, Mapping):
+    if isinstance(named, Mapping) and not _has_columns(named):
         return dict(named)
     if not isinstance(named, str | None):
         return {"train": named}
@@ -74,6 +78,23 @@ def find_splits(named: Named, hub: str) -> dict[str, Any]:
             f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})"
         )
     return _load_from_hub(data, hub)
+
+
+def _has_columns(table: Mapping[str, Any]) -> bool:
+    """True for a dict of columns, such as {"prompt": ["2+3?"]}; False for one of splits.
+
+    The entries of a split are rows.
+    """
+    for values in table.values():
+        is_table = hasattr(values, "column_names") or hasattr(values, "columns")
+        if is_table or isinstance(values, str | Path | Mapping) or not hasattr(values, "__len__"):
+            continue
+        for entry in values:
+            is_row_of_json = isinstance(entry, str) and entry.lstrip().startswith("{")
+            if not isinstance(entry, Mapping | Path) and not is_row_of_json:
+                return True
+            break  # the first entry stands for all
+    return False
 
 
 def _load_from_hub(name: str, suggested: str) -> dict[str, Any]:
@@ -158,22 +179,55 @@ def read_split(data: Any, split_place: str) -> Rows:
     if is_dataset and data.format["type"] != "custom":
         rows: Any = read_dataset(data)
     else:
+        # All objects of a column of Arrow have the same keys, so they are padded with None.
+        path = None if hasattr(data, "schema") else split_place
         rows = []
-        for number, value in enumerate(_to_records(data), start=1):
+        for number, value in enumerate(_to_records(data, split_place), start=1):
             if isinstance(value, Path):
                 rows += read_rows(value)
             else:
                 place = f"{split_place}, row {number}"
-                rows.append(Row(decode(parse_row(value, place)), split_place, place))
+                rows.append(Row(decode(parse_row(value, place)), path, place))
     if not len(rows):
         raise ValueError(f"{split_place} has no rows")
     return rows
 
 
-def _to_records(data: Any) -> Any:
-    """Returns the rows of a data frame, with None for missing values; other data as it is."""
-    if not hasattr(data, "iloc"):
-        return data
+def _to_records(data: Any, split_place: str) -> Iterable[Any]:
+    """Returns the rows of a data frame, of a table, or of a dict of columns; rows as they are.
+
+    Raises ValueError for anything else.
+    """
+    if hasattr(data, "iloc"):
+        return _rows_of_frame(data)
+    if hasattr(data, "to_pylist"):  # a table of pyarrow
+        types = {field.name: field.type for field in data.schema}
+        return [
+            {name: mark_narrow_arrow(value, types[name]) for name, value in row.items()}
+            for row in data.to_pylist()
+        ]
+    if hasattr(data, "to_dicts"):  # a data frame of polars
+        return data.to_dicts()
+    if isinstance(data, Mapping):
+        return _rows_of_columns(data, split_place)
+    if not isinstance(data, Iterable):
+        raise ValueError(f"{split_place}: the data is of type {type(data).__name__}, not rows")
+    return data
+
+
+def _rows_of_columns(columns: Mapping[str, Any], split_place: str) -> list[dict[str, Any]]:
+    """Returns the rows of a dict of columns. Raises ValueError if their lengths differ."""
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"{split_place}: its columns have different lengths: {counts}")
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+
+
+def _rows_of_frame(data: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a data frame of pandas, with None for missing values."""
     records = data.astype(object).where(data.notna(), None).to_dict("records")
     for name, dtype in data.dtypes.items():
         # pandas has types of its own: Float32, and "float[pyarrow]".
@@ -209,3 +263,33 @@ def read_dataset(rows: Any) -> Any:
         return values
 
     return rows.with_transform(read)
+
+
+def without_media(rows: Rows) -> Rows:
+    """Returns the rows without columns of a dataset that hold images, sounds or films.
+
+    It takes long to decode them.
+    """
+    if isinstance(rows, list):
+        return rows
+    media = [
+        name
+        for name, feature in rows.features.items()
+        if hasattr(getattr(feature, "feature", feature), "decode_example")
+    ]
+    return rows.remove_columns(media)
+
+
+def iterate_rows(rows: Any) -> Iterator[Any]:
+    """Yields the rows of a sequence, or of a dataset.
+
+    A dataset is read by chunks: row by row, it takes ten times as long.
+    """
+    is_dataset = hasattr(rows, "select")
+    if not is_dataset:
+        yield from rows
+        return
+    for start in range(0, len(rows), CHUNK):
+        columns = rows[start : start + CHUNK]  # a list for each column
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))

@@ -51,6 +51,7 @@ from lagrpo.training.build_tasks import (
     load_tasks,
     read_offline_records,
     set_up_tasks,
+    warn_of_trained_prompts,
 )
 from lagrpo.training.checks import offline_prompts
 from lagrpo.training.model_files import ModelFiles, read_model_files
@@ -104,6 +105,8 @@ class TrainerComponents:
         sampling = settings.rollout
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
+            if ranks.is_first:
+                warn_of_trained_prompts(settings, loaded)
             records = read_offline_records(settings, recipe)
             places = digest_places(loaded, records, evaluates=settings.eval.takes_place)
             with as_settings_error():

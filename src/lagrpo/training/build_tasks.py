@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from lagrpo.core.objective import Recipe
@@ -19,7 +20,8 @@ from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
+from lagrpo.tasks import Task, complete_task, drop_overlong, environment_of, load_task
+from lagrpo.tasks.data import prompt_keys
 from lagrpo.tasks.files import Row
 from lagrpo.training.checks import offline_prompts
 from lagrpo.training.ranks import Ranks
@@ -49,11 +51,14 @@ def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
             main = load_task(task_settings, settings.run.seed)
         else:
             main = complete_task(task, task_settings.tools)
+        check_answer(main, task_settings.answer_column)
     tasks = {MAIN_TASK: main}
     for eval_set in settings.eval.sets:
         if eval_set.task is not None:
             with as_settings_error(f"eval.sets, {eval_set.name!r}"):
-                tasks[eval_set.name] = load_task(eval_set.task, settings.run.seed)
+                set_task = load_task(eval_set.task, settings.run.seed)
+                check_answer(set_task, eval_set.task.answer_column)
+                tasks[eval_set.name] = set_task
     return tasks
 
 
@@ -63,6 +68,51 @@ def drop_overlong_rows(
     """Returns tasks without rows that `rollout.overlong_prompts` drops. Raises SettingsError."""
     with as_settings_error("task"):
         return {name: drop_overlong(task, settings.rollout, chat) for name, task in tasks.items()}
+
+
+def check_answer(task: Task, answer_column: str | None) -> None:
+    """Raises ValueError if a built-in reward compares texts, but the reference answer is a table.
+
+    The first training prompt stands for all.
+    """
+    parts = Rewards.from_reward(task.reward).parts
+    readers = [part.title for part in parts if getattr(part.function, "compares_texts", False)]
+    if not readers or environment_of(task) is not None or not task.size("train"):
+        return
+    prompt = task.prompt("train", 0)
+    is_table = isinstance(prompt.answer, dict)
+    if not is_table:
+        return
+    column = answer_column or "answer"
+    is_column = column in (prompt.row or {})
+    fields = [f"{column}.{name}" if is_column else name for name in prompt.answer]
+    raise ValueError(
+        f"the reward {readers[0]!r} compares texts, but the reference answer is a table: set "
+        f"task.answer_column to one of {', '.join(fields)}"
+    )
+
+
+def warn_of_trained_prompts(settings: Settings, tasks: Mapping[str, Task]) -> None:
+    """Warns of prompts that the run both trains on and evaluates on.
+
+    tasks: the tasks of `load_tasks`. Only rows of data count, because generated tasks have disjoint
+    splits.
+    """
+    if not settings.eval.takes_place:
+        return
+    test_prompts = {name: list(prompt_keys(task, "test")) for name, task in tasks.items()}
+    trained = set(chain.from_iterable(test_prompts.values()))
+    if trained:
+        trained.intersection_update(prompt_keys(tasks[MAIN_TASK], "train"))
+    for name, prompts in test_prompts.items():
+        num_trained = sum(prompt in trained for prompt in prompts)
+        if num_trained:
+            logger.warning(
+                "%d of the %d evaluation prompts%s are among the training prompts, too",
+                num_trained,
+                len(prompts),
+                "" if name == MAIN_TASK else f" of {name!r}",
+            )
 
 
 def set_up_tasks(

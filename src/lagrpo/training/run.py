@@ -43,7 +43,12 @@ from lagrpo.training.arguments import (
 )
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.build_policy import load_prompt_chat
-from lagrpo.training.build_tasks import drop_overlong_rows, load_tasks, read_offline_records
+from lagrpo.training.build_tasks import (
+    drop_overlong_rows,
+    load_tasks,
+    read_offline_records,
+    warn_of_trained_prompts,
+)
 from lagrpo.training.callbacks import Callback
 from lagrpo.training.changes import find_run, recorded_threads
 from lagrpo.training.checks import check_settings
@@ -147,6 +152,7 @@ def train(
         tasks = load_tasks(resolved, task)
         if resolved.rollout.overlong_prompts == "drop":
             tasks = drop_overlong_rows(resolved, tasks, load_prompt_chat(resolved.model))
+        warn_of_trained_prompts(resolved, tasks)
         read_offline_records(resolved, recipe)
         print_meaning(resolved, recipe, tasks)
         run = find_run(resolved, resume_from)
