@@ -97,8 +97,8 @@ def train(
     source: path of a TOML file, name of a packaged one (demo, gsm8k, deepscaler), mapping or
         Settings; None: all defaults. `settings` changes single values: {"schedule.sync_every": 4};
         `model` is short for model.path.
-    data: path, hub id, datasets.Dataset, or list of dicts, with the columns prompt (or question)
-        and answer.
+    data: path, hub id, datasets.Dataset, table, or list of dicts, with the columns prompt (or
+        question) and answer.
     rewards: functions f(completion, answer) -> float, or in TRL's or verl's signature, names of
         built-in ones, lagrpo.Reward(function, weight=0.2, range=(-1, 1)), or tables as in TOML.
     loss: name of a recipe, lagrpo.Recipe, or function of LossInputs that gives the value of each
