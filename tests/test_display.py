@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,29 @@ def summary(evaluations: JsonObject, status: str = "finished", name: str = "run"
         display.on_evaluation(key, result, records)
     display.on_end(status, "Finished.")
     return written(to)
+
+
+ACTIVE = "\x1b]0;t\x07\x9b2J\u202e\r\b"
+"""Sets the title, clears the screen, turns the direction of a line, overwrites it."""
+
+
+def is_plain(text: str) -> bool:
+    return not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["live", "plain"])
+def test_display_shows_characters_of_names_and_texts_that_act_on_the_terminal(terminal):
+    to = console(80)
+    display = started((LiveDisplay if terminal else PlainDisplay)(to), f"run{ACTIVE}")
+    display.phase(f"evaluation ({ACTIVE})")
+    display.note(f"batch 1: 1 of 2 completions are unscored; the first: {ACTIVE}")
+    if terminal:
+        to.print(display.render())
+    display.on_evaluation(f"before.{ACTIVE}", BEFORE, [sample(f"2+3={ACTIVE}", ACTIVE)])
+    display.on_end("interrupted", f"Stopped {ACTIVE}")
+    shown = written(to)
+    assert is_plain(shown)
+    assert "␛]0;t␇\\u009b2J\\u202e" in shown
 
 
 def test_summary_shows_results_and_the_directory():

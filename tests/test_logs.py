@@ -42,3 +42,43 @@ def test_display_gets_records_instead_of_standard_error(capfd, caplog):
     assert notes == ["fewer threads"]
     assert capfd.readouterr() == ("", "lagrpo: afterward\n")
     assert "fewer threads" in caplog.messages  # the program's own handlers get it, too
+
+
+ACTS_ON_TERMINALS = {
+    "recolor": ("\x1b[31mred", "␛[31mred"),
+    "title": ("\x1b]0;title\x07", "␛]0;title␇"),
+    "link": ("\x1b]8;;https://x\x1b\\y\x1b]8;;\x1b\\", "␛]8;;https://x␛\\y␛]8;;␛\\"),
+    "C1": ("\x9b31m\x85", "\\u009b31m\\u0085"),
+    "overwritten": ("good\rbad\b\x7f", "good␍bad␈␡"),
+    "bidi override": ("a\u202eb\u2066c", "a\\u202eb\\u2066c"),
+    "line separators": ("a\u2028b\u2029", "a\\u2028b\\u2029"),
+    "zero width": ("a\u200bb\ufeff\u2060", "a\\u200bb\\ufeff\\u2060"),
+    "tags": ("\U000e0041", "\\U000e0041"),
+    "not UTF-8": ("\udce4", "\\udce4"),
+}
+
+
+@pytest.mark.parametrize(("text", "shown"), ACTS_ON_TERMINALS.values(), ids=ACTS_ON_TERMINALS)
+def test_printed_text_shows_characters_that_act_on_the_terminal(capsys, text, shown):
+    logs.print_text(text)
+    assert capsys.readouterr().out == f"{shown}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("سلام \u200e(a)\u200f", id="Arabic with marks"),
+        pytest.param("می\u200cخواهم", id="Persian with a non-joiner"),
+        pytest.param("👩\u200d👩\u200d👧 ❤\ufe0f", id="emoji with joiners"),
+        pytest.param("漢字 é e\u0301 π", id="wide, composed and combining"),
+        pytest.param("a\tb\n", id="tab and newline"),
+    ],
+)
+def test_printed_text_keeps_what_people_write(text):
+    assert logs.visible(text) == text
+
+
+def test_log_record_shows_characters_that_act_on_the_terminal(capfd):
+    logs.print_records()
+    logger.info("reading %s", "\x1b[2Jdata\u202e")
+    assert capfd.readouterr().err == "lagrpo: reading ␛[2Jdata\\u202e\n"

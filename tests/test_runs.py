@@ -291,6 +291,20 @@ def test_show_prints_the_last_batch_with_its_facts(sampled):
     assert "\x1b" not in text
 
 
+def test_show_prints_characters_that_act_on_the_terminal_as_their_names(tmp_path):
+    active = "\x1b]8;;u\x07\x9bm\u202e\u2028\u200b"
+    run = Run.create(tmp_path, f"run{active}", SETTINGS, "", {})
+    reason = Outcome.unscored(f"reason {active}")
+    groups = [group(3, completion(Outcome.scored(1.0), active), completion(reason))]
+    rows = list(rollout_rows(groups, [[{}] * 2], step=1, policy_version=5, rewards=[active]))
+    run.record_rollouts(1, rows)
+    run.record_evaluation("before.set", {"set": active, "step": 0}, [])
+    text = printed(run)
+    assert not set(active) & set(text) - set("]8;um")
+    shown = text.count("␛]8;;u␇")
+    assert shown == 6, "path, evaluation set, completion, reason, two rewards"
+
+
 def test_show_opens_on_the_last_batch_with_a_signal(sampled):
     flat = group(1, completion(Outcome.scored(1.0)), completion(Outcome.scored(1.0)))
     columns = [[{"advantage": 0.0}] * 2]

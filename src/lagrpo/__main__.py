@@ -23,10 +23,10 @@ def main() -> None:
         interruption = find_interruption(error)
         if interruption is None:
             raise
-        from lagrpo.logs import print_traceback
+        from lagrpo.logs import print_text, print_traceback
 
         print_traceback(error)
-        print("\nlagrpo: interrupted", file=sys.stderr)
+        print_text("\nlagrpo: interrupted", file=sys.stderr)
         # A KeyboardInterrupt has no signal: it is SIGINT, 2.
         sys.exit(128 + getattr(interruption, "signal", 2))
 

@@ -37,7 +37,7 @@ from lagrpo import logs
 from lagrpo.env import env
 from lagrpo.errors import SettingsError, suggest
 from lagrpo.interrupts import find_interruption, interruptible
-from lagrpo.logs import redact
+from lagrpo.logs import print_text, redact
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
 from lagrpo.settings.load import PRESETS, flatten, load_settings
 from lagrpo.settings.run_code import TRUST_OPTION, check_run_code
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if interruption is None:
             raise
         logs.print_traceback(error)
-        print("\nlagrpo: interrupted", file=sys.stderr)
+        print_text("\nlagrpo: interrupted", file=sys.stderr)
         # A KeyboardInterrupt has no signal: it is SIGINT, 2.
         sys.exit(128 + getattr(interruption, "signal", 2))
 
@@ -124,9 +124,9 @@ def hide_progress_bars() -> None:
 def run_command(name: str, words: list[str]) -> None:
     """Runs the command of this name. Raises SettingsError if there is none."""
     if name in HELP:
-        print((__doc__ or "").strip())
+        print_text((__doc__ or "").strip())
     elif name == "--version":
-        print(f"lagrpo {version('lagrpo')}")
+        print_text(f"lagrpo {version('lagrpo')}")
     elif name in COMMANDS:
         check_locale(words)
         COMMANDS[name](words)
@@ -174,7 +174,7 @@ def exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
         program = f"lagrpo (rank {rank})" if has_ranks else "lagrpo"
         notes = getattr(error, "__notes__", ())
         message = "\n".join([f"{program}: {error}", *notes])
-        print(redact(message), file=sys.stderr)
+        print_text(redact(message), file=sys.stderr)
         sys.exit(code)
 
 
@@ -236,13 +236,13 @@ def check_settings_go_first(changes: dict[str, Any]) -> None:
 def train(words: list[str]) -> None:
     """Reads the settings, trains, and exits with the status."""
     if not words:
-        print(inspect.getdoc(Train))
+        print_text(inspect.getdoc(Train) or "")
         raise SettingsError("train needs settings: lagrpo train demo, or a TOML file")
     arguments, changes = read_train_words([word for word in words if word not in HELP])
     if asks_for_help(words):
         # The help shows the values of the file or the run.
         settings = load_settings(arguments.file, resume=arguments.resume)
-        print(help_text(Train, settings, list(Settings.model_fields)))
+        print_text(help_text(Train, settings, list(Settings.model_fields)))
         return
     settings = load_settings(arguments.file, changes, arguments.resume)
     from lagrpo.training.arguments import check_arguments
@@ -307,7 +307,7 @@ def evaluate(words: list[str]) -> None:
     """Evaluates a model, by default on all test prompts."""
     base: dict[str, Any] = dict(EVALUATION_DEFAULTS)
     if asks_for_help(words):
-        print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
+        print_text(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
         return
     arguments, changes = read_eval_words(words)
     config = config_of_weights(arguments.path)
@@ -525,7 +525,7 @@ def call(name: str, words: list[str]) -> None:
     command = SIMPLE_COMMANDS[name]
     own_words, foreign_words = split_words(words)
     if asks_for_help(own_words):
-        print(f"usage: lagrpo {command.usage}\n\n{inspect.getdoc(command.function)}")
+        print_text(f"usage: lagrpo {command.usage}\n\n{inspect.getdoc(command.function)}")
         return
     arguments = [spell_out(word) for word in own_words]
     for word in foreign_words[1:]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lagrpo import logs
 from lagrpo.errors import one_line
+from lagrpo.logs import print_text
 from lagrpo.machine import read_quota, usable_cores
 from lagrpo.runs.environment import cpu_model, package_version
 
@@ -42,10 +43,12 @@ def env() -> None:
     for look in (look_at_packages, look_at_machine, look_at_kernels, look_at_vllm):
         try:
             for name, facts in look():
-                print(f"{name:<14} {facts}")
+                print_text(f"{name:<14} {facts}")
         except Exception as error:  # noqa: BLE001 - a broken package can raise anything
             logs.print_traceback(error)
-            print(f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}")
+            print_text(
+                f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}"
+            )
 
 
 def look_at_packages() -> Lines:

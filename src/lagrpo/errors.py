@@ -1,4 +1,4 @@
-"""Parts of error messages: SettingsError, the nearest valid name, text that is safe to print."""
+"""Parts of error messages: SettingsError, the nearest valid name, foreign text on one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from lagrpo.logs import is_debugging, redact
+from lagrpo.logs import is_debugging, redact, visible
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -19,11 +19,11 @@ Returned = TypeVar("Returned")
 class SettingsError(ValueError):
     """The settings cannot be run.
 
-    Each problem is on its own line, without secrets from the values of settings.
+    Each problem is on its own line, safe to print and without secrets from the values of settings.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(redact(message))
+        super().__init__(visible(redact(message)))
 
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that IPython and Jupyter show in place of a traceback."""
@@ -134,19 +134,3 @@ def one_line(text: str, most: int = 300) -> str:
     """
     line = visible(" ".join(text.split()))
     return line if len(line) <= most else f"{line[:most]} …"
-
-
-_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-def visible(text: str) -> str:
-    """Returns a model's text, safe to print.
-
-    Control characters other than newline and tab could move the cursor or recolor the terminal.
-    They become their pictures (ESC is ␛).
-
-    >>> visible("a\\x1b[31mb")
-    'a␛[31mb'
-    """
-    return text.translate(_PICTURES)

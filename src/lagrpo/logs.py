@@ -1,4 +1,4 @@
-"""Handlers of the logger "lagrpo", and the masking of secrets in printed and recorded text.
+"""Printing: text that is safe to show, handlers of the logger "lagrpo", and masked secrets.
 
 The command line prints log records; a run shows them in its display. A program that uses lagrpo as
 a library decides by its own handlers.
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any
+from typing import IO, Any
 
 logger = logging.getLogger("lagrpo")
 
@@ -265,6 +265,46 @@ def find_secret(value: Any, name: str) -> str | None:
     return name if is_hidden else None
 
 
+# Control characters other than newline and tab can move the cursor, recolor the terminal or set
+# its title. Bidirectional controls reorder a line, and zero-width characters and tags hide text.
+# The joiners U+200C and U+200D and the marks U+200E and U+200F stay: scripts and emoji need them.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def visible(text: str) -> str:
+    """Returns a text of any origin, safe to print.
+
+    ASCII control characters other than newline and tab become their pictures (ESC is ␛). Other
+    characters that act on the text around them, or cannot be seen, become their codes.
+
+    >>> visible("a\\x1b[31mb\\u202ec")
+    'a␛[31mb\\\\u202ec'
+    """
+    return _UNSEEN.sub(_show_character, text)
+
+
+def _show_character(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def print_text(
+    text: str, *, file: IO[str] | None = None, end: str = "\n", flush: bool = False
+) -> None:
+    """Prints a text that may have parts from anywhere, as `visible` shows it.
+
+    Everything that lagrpo prints passes here, or is a `Text` of terminal/text.py.
+    """
+    print(visible(text), file=file, end=end, flush=flush)
+
+
 DEBUG = "LAGRPO_DEBUG"
 """The environment variable that `--debug` sets. Worker processes inherit it."""
 
@@ -278,12 +318,12 @@ def print_traceback(error: BaseException) -> None:
     """Prints the traceback of an error, with its causes, to standard error, if debugging is on."""
     if is_debugging():
         text = "".join(traceback.format_exception(error))
-        print(redact(text), file=sys.stderr, end="", flush=True)
+        print_text(redact(text), file=sys.stderr, end="", flush=True)
 
 
 def print_line(text: str) -> None:
     """Prints a line of lagrpo to standard error."""
-    print(f"lagrpo: {text}", file=sys.stderr, flush=True)
+    print_text(f"lagrpo: {text}", file=sys.stderr, flush=True)
 
 
 class Lines(logging.Handler):

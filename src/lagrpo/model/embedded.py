@@ -225,4 +225,4 @@ def load_tokenizer(source: Path) -> Any:
 
 if __name__ == "__main__":
     logs.print_records()
-    print(resolve_model("smollm2"))
+    logs.print_text(resolve_model("smollm2"))

@@ -20,8 +20,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.logs import print_text
 from lagrpo.machine import usable_cores
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
@@ -53,9 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+class StudyParser(argparse.ArgumentParser):
+    """A parser whose messages quote words safely."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print_text(message, file=file or sys.stderr, end="")
+
+
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the values of the command line, or ends the program with its usage."""
-    parser = argparse.ArgumentParser(
+    parser = StudyParser(
         "lagrpo study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, metavar="FILE.toml")
@@ -105,7 +114,7 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
     if jobs is None:
         # Runs with vLLM would start servers side by side.
         jobs = 1 if missing[0].settings.rollout.engine == "vllm" else cores
-    print(f"{len(missing)} runs to make, {jobs} at a time", flush=True)
+    print_text(f"{len(missing)} runs to make, {jobs} at a time", flush=True)
     waiting = list(missing)
     active: dict[subprocess.Popen[bytes], Run] = {}
     failed: list[Run] = []
@@ -124,11 +133,11 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
                     # A run that failed after its last evaluation may have none.
                     if weights.is_dir():
                         shutil.rmtree(weights)
-                    print(f"{run.path.name}: finished", flush=True)
+                    print_text(f"{run.path.name}: finished", flush=True)
                 else:
                     failed.append(run)
                     advice = f"see {run.path}.log; the same command tries again"
-                    print(f"{run.path.name}: failed, {advice}", flush=True)
+                    print_text(f"{run.path.name}: failed, {advice}", flush=True)
     finally:
         for process in active:
             process.terminate()

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from lagrpo.logs import print_text, visible
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.runs.plots import INK, plain_axes
 from lagrpo.terminal.text import count_of
@@ -50,10 +51,10 @@ def write_report(study: Study, results: Results, directory: Path) -> None:
         write_atomically(
             directory / "curves.png", lambda path: figure.savefig(path, format="png", dpi=110)
         )
-    write_atomically(directory / "report.md", _markdown(study, results, values, claims))
+    write_atomically(directory / "report.md", visible(_markdown(study, results, values, claims)))
     for claim, verdict in claims:
-        print(f"{verdict.outcome}: {claim.says}")
-    print(f"report: {directory / 'report.md'}")
+        print_text(f"{verdict.outcome}: {claim.says}")
+    print_text(f"report: {directory / 'report.md'}")
 
 
 def load_results(file: Path, study: Study) -> dict[tuple[Cell, int], RunResult]:

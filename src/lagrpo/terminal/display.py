@@ -20,12 +20,12 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
-from rich.text import Text
 
-from lagrpo.errors import visible
+from lagrpo.logs import print_text
 from lagrpo.terminal.text import (
     ABSENT,
     MARKS,
+    Text,
     clipped,
     count_of,
     duration,
@@ -179,7 +179,7 @@ class PlainDisplay(Display):
         self.evaluations[name] = Evaluation(summary, records[:MAX_SAMPLES])
 
     def note(self, text: str) -> None:
-        print(visible(text), file=self.console.file, flush=True)
+        print_text(text, file=self.console.file, flush=True)
 
     def time_left(self) -> str:
         """Returns the time of the remaining batches, for example 2:41; "–" without a batch.
@@ -307,7 +307,7 @@ class LiveDisplay(PlainDisplay):
         self.add_row(metrics)
 
     def note(self, text: str) -> None:
-        self.console.print(Text(visible(text), style="dim"))
+        self.console.print(Text(text, style="dim"))
 
     def on_end(self, status: str, detail: str) -> None:
         self.phase("")
@@ -359,7 +359,7 @@ class LiveDisplay(PlainDisplay):
         activity = Table.grid(padding=(0, 1))
         phase = self._phase
         if phase.name:
-            name = Text(visible(phase.name), no_wrap=True, overflow="ellipsis")
+            name = Text(phase.name, no_wrap=True, overflow="ellipsis")
             elapsed = Text(duration(time.monotonic() - phase.started), style="dim")
             activity.add_row(self._spinner, name, elapsed)
         return activity
@@ -388,7 +388,7 @@ def _side_by_side(
     for old, new in zip_longest(before, after, fillvalue={}):
         prompt = old.get("prompt") or new.get("prompt") or ""
         table.add_row(
-            Text(clipped(visible(prompt), MAX_CHARACTERS)),
+            Text(clipped(prompt, MAX_CHARACTERS)),
             _sample(old, reward_range),
             _sample(new, reward_range),
         )
@@ -404,5 +404,5 @@ def _sample(record: Metrics, reward_range: Range) -> Text:
     decision = record.get("is_correct", [None])[0]
     verdict = None if reward is None else is_correct(reward, reward_range, decided=decision)
     mark, style = MARKS[verdict]
-    text = clipped(visible(completion), MAX_CHARACTERS)
+    text = clipped(completion, MAX_CHARACTERS)
     return Text.assemble((f"{mark} ", f"bold {style}"), text)

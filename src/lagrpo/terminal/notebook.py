@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lagrpo.logs import visible
 from lagrpo.terminal.display import COLUMNS, LEGEND, Metrics, PlainDisplay
 
 SHOWN_ROWS = 12
@@ -48,17 +49,17 @@ class NotebookDisplay(PlainDisplay):
 
     def render(self) -> str:
         """Returns the table as HTML."""
-        headings = "".join(f"<th>{html.escape(column.heading)}</th>" for column in COLUMNS)
+        headings = "".join(f"<th>{_escaped(column.heading)}</th>" for column in COLUMNS)
         lines = [f"<tr>{headings}</tr>"]
         for row in self.rows[-SHOWN_ROWS:]:
-            cells = "".join(f"<td>{html.escape(column.text(row))}</td>" for column in COLUMNS)
+            cells = "".join(f"<td>{_escaped(column.text(row))}</td>" for column in COLUMNS)
             lines.append(f"<tr>{cells}</tr>")
         progress = f"{self.done()} of {self.total} batches, {self.time_left()} left"
         if self._phase:
             progress += f" · {self._phase}"
         return (
-            f"<b>{html.escape(self.title)}</b><table>{''.join(lines)}</table>"
-            f"<small>{html.escape(LEGEND)}<br>{html.escape(progress)}</small>"
+            f"<b>{_escaped(self.title)}</b><table>{''.join(lines)}</table>"
+            f"<small>{_escaped(LEGEND)}<br>{_escaped(progress)}</small>"
         )
 
     def _update(self) -> None:
@@ -66,3 +67,8 @@ class NotebookDisplay(PlainDisplay):
             from IPython.display import HTML  # pyright: ignore[reportMissingImports]
 
             self._handle.update(HTML(self.render()))
+
+
+def _escaped(text: str) -> str:
+    """Returns a text for HTML, as `visible` shows it."""
+    return html.escape(visible(text))

@@ -14,13 +14,12 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
-from rich.text import Text
 
-from lagrpo.errors import as_settings_error, visible
+from lagrpo.errors import as_settings_error
 from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.terminal.text import MARKS, count_of, formatted, unscored_text
+from lagrpo.terminal.text import MARKS, Text, count_of, formatted, unscored_text
 from lagrpo.types import ExcludedReason, JsonObject, JsonView, OutcomeKind, Range, is_correct
 
 Row = JsonObject
@@ -96,12 +95,12 @@ def _print_prompt(console: Console, prompt_id: int, row: Row) -> None:
     """Prints the prompt of a completion, and its reference answer if it has one."""
     heading = Text(f"prompt {prompt_id}", style="bold")
     console.print(Rule(heading, align="left", style="dim"))
-    console.print(Text(visible(row["prompt_text"])))
+    console.print(Text(row["prompt_text"]))
     answer = json.loads(row["answer"])
     if answer is not None:
         # As JSON, unless it is a text.
         text = answer if isinstance(answer, str) else row["answer"]
-        console.print(Text(f"answer: {visible(text)}", style="cyan"))
+        console.print(Text(f"answer: {text}", style="cyan"))
     console.print()
 
 
@@ -165,7 +164,7 @@ def _render_head(row: Row, reward_range: Range) -> Text:
     facts = "".join(f"{SEPARATOR}{fact}" for fact in _facts(row))
     head = Text.assemble((f"{mark} {reward}", f"bold {style}"), (facts, "dim"))
     if row["reason"]:
-        head.append(f"{SEPARATOR}{visible(row['reason'])}", "yellow")
+        head.append(f"{SEPARATOR}{row['reason']}", "yellow")
     return head
 
 
@@ -201,13 +200,15 @@ def _facts(row: Row) -> Iterator[str]:
 def _render_text(row: Row) -> Text:
     """Returns the text of a completion; of an episode, the turns of policy and environment."""
     if not row["messages"]:
-        return Text(visible(row["completion"]) or "(empty)")
-    lines = []
+        return Text(row["completion"] or "(empty)")
+    turns = Text()
     for number, text in enumerate(row["messages"]):
+        if number:
+            turns.append("\n")
         is_policy = number % 2 == 0
-        speaker = ("policy: ", "bold") if is_policy else ("environment: ", "cyan")
-        lines.append(Text.assemble(speaker, visible(text) or "(empty)"))
-    return Text("\n").join(lines)
+        turns.append(*(("policy: ", "bold") if is_policy else ("environment: ", "cyan")))
+        turns.append(text or "(empty)")
+    return turns
 
 
 def _title(run: Run, rows: list[Row], batches: list[int], note: str) -> Text:

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import rich.text
+from rich.style import Style, StyleType
+
+from lagrpo.logs import visible
 from lagrpo.types import JsonView
 
 ABSENT = "–"
@@ -19,6 +23,25 @@ MARKS = {
     False: ("✗", "red"),
 }
 """The mark and the color of a completion, by whether it is correct; None: it has no reward."""
+
+
+class Text(rich.text.Text):
+    """A text of rich, as `visible` shows it: no part of it acts on the terminal."""
+
+    def __init__(self, text: str = "", *styles: Any, **options: Any) -> None:
+        super().__init__(visible(text), *styles, **options)
+
+    @classmethod
+    def assemble(cls, *parts: rich.text.Text | str | tuple[str, StyleType], **options: Any) -> Text:
+        text = cls(**options)
+        for part in parts:
+            text.append(*part) if isinstance(part, tuple) else text.append(part)
+        return text
+
+    def append(
+        self, text: rich.text.Text | str, style: str | Style | None = None
+    ) -> rich.text.Text:
+        return super().append(visible(text) if isinstance(text, str) else text, style)
 
 
 def typed_command() -> str:

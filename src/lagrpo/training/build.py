@@ -16,6 +16,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
 from lagrpo.data.offline import OfflineData
 from lagrpo.errors import as_settings_error
+from lagrpo.logs import print_text
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.files import save_model
 from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
@@ -239,7 +240,7 @@ def load_policy_and_servers(
     """Returns the policy, and the vLLM servers of the run on the first rank. Collective."""
     reply_tokens = max_reply_tokens(settings, *loaded.values())
     if ranks.is_first:
-        print(f"loading {settings.model.path} …", flush=True)
+        print_text(f"loading {settings.model.path} …", flush=True)
     # The servers load the model while this process does.
     servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
     ranks.on_rank0(partial(wait_for_shared_gpu, settings, servers))

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import tomli_w
 
-from lagrpo.errors import SettingsError, one_line, visible
-from lagrpo.logs import is_debugging, redact, redact_values
+from lagrpo.errors import SettingsError, one_line
+from lagrpo.logs import is_debugging, redact, redact_values, visible
 from lagrpo.types import JsonObject, JsonView
 
 logger = logging.getLogger("lagrpo")

@@ -29,7 +29,7 @@ from lagrpo.core.estimators import (
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.logs import redact_values
+from lagrpo.logs import print_text, redact_values
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
 from lagrpo.rewards.pool import RewardPool
@@ -522,7 +522,7 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
 
 
 def _print_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_text(text, file=sys.stderr, flush=True)
 
 
 def _choose_output(settings: Settings, task_name: str) -> Path:
@@ -548,17 +548,17 @@ def _choose_output(settings: Settings, task_name: str) -> Path:
 def _print_summary(summary: JsonObject, output: Path) -> None:
     prompts = count_of(summary["prompts"], "prompt")
     samples = count_of(summary["samples"], "sample")
-    print(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")
+    print_text(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")
     for name in summary:
         if f"{name}_low" in summary:
             form = ".3f" if name == "reward" else ".1%"
             line = f"  {name:<11} {formatted_interval(summary, name, form)}"
             if name == "pass@1":
                 line += f"   {unscored_text(summary)}"
-            print(line.rstrip())
+            print_text(line.rstrip())
         elif name.startswith("rewards/"):
-            print(f"  {name} {summary[name]:.3f}")
-    print("  intervals: 95 %, for the mean over all prompts of this kind")
+            print_text(f"  {name} {summary[name]:.3f}")
+    print_text("  intervals: 95 %, for the mean over all prompts of this kind")
     if summary["unscored"]:
-        print(f"  not scored, the first: {summary['unscored_reason']}")
-    print(f"  per-prompt records: {output / 'records.parquet'}")
+        print_text(f"  not scored, the first: {summary['unscored_reason']}")
+    print_text(f"  per-prompt records: {output / 'records.parquet'}")

@@ -17,7 +17,7 @@ from lagrpo.core.lag_table import held_lag, measured_lags, recipes_that_hold
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
 from lagrpo.errors import as_settings_error
-from lagrpo.logs import redact_values
+from lagrpo.logs import print_text, redact_values
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_supported, load_config
@@ -59,10 +59,10 @@ def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task])
     """
     if read_count("RANK", default=0) > 0:
         return
-    print(tomli_w.dumps(redact_values(settings.model_dump(exclude_none=True))))
+    print_text(tomli_w.dumps(redact_values(settings.model_dump(exclude_none=True))))
     for line in [*_data(tasks), *meaning(settings, recipe)]:
-        print(f"# {line}")
-    print("# dry run: nothing was written")
+        print_text(f"# {line}")
+    print_text("# dry run: nothing was written")
 
 
 def _data(tasks: Mapping[str, Task]) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lagrpo.errors import as_settings_error, visible
+from lagrpo.errors import as_settings_error
+from lagrpo.logs import print_text
 from lagrpo.tasks import Task
 from lagrpo.verify import metric_checks, row_checks, task_checks, tokens
 from lagrpo.verify.record import Difference, RecordedRun, Report
@@ -52,14 +53,13 @@ def verify_run(
 
 def print_report(report: Report, most: int = 20) -> None:
     """Prints a line for each check, what was not checked, and the first `most` differences."""
-    print(report.run)
-    print(f"{'check':<20} {'compared':>10} {'undecided':>10} {'differ':>10}")
+    print_text(report.run)
+    print_text(f"{'check':<20} {'compared':>10} {'undecided':>10} {'differ':>10}")
     for check, compared in report.compared.items():
         undecided = report.undecided[check]
         different = sum(difference.check == check for difference in report.differences)
-        print(f"{check:<20} {compared:>10,} {undecided:>10,} {different:>10,}")
+        print_text(f"{check:<20} {compared:>10,} {undecided:>10,} {different:>10,}")
     lines = [f"not checked: {count:,} {reason}" for reason, count in report.skipped.items()]
     lines += [str(difference) for difference in report.differences[:most]]
     lines.append(f"{len(report.differences):,} differences.")
-    # Differences quote texts of the model.
-    print(visible("\n".join(lines)))
+    print_text("\n".join(lines))

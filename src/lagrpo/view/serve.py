@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lagrpo.errors import SettingsError, as_settings_error, one_line
+from lagrpo.logs import print_text
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import open_run
 from lagrpo.runs.recorded import distinct_names
@@ -88,7 +89,7 @@ def view(
     collect_and_write()
     if port is None:
         megabytes = out.stat().st_size / 1e6
-        print(f"{out} ({megabytes:.1f} MB): open it in a browser, or copy it anywhere")
+        print_text(f"{out} ({megabytes:.1f} MB): open it in a browser, or copy it anywhere")
         if opens:
             webbrowser.open(out.absolute().as_uri())
         return out
@@ -99,7 +100,7 @@ def view(
         raise SettingsError(f"--port {port}: {reason}; --port 0 takes a free one") from error
     with server:
         names = ", ".join(str(path) for path in paths)
-        print(f"{server.url}  shows {names} and follows new batches; Ctrl-C stops", flush=True)
+        print_text(f"{server.url}  shows {names} and follows new batches; Ctrl-C stops", flush=True)
         if opens:
             webbrowser.open(server.url)
         server.serve_forever()

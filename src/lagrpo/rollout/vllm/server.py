@@ -22,7 +22,7 @@ from subprocess import PIPE, Popen
 from typing import Any, NoReturn
 
 from lagrpo.errors import SettingsError, as_settings_error
-from lagrpo.logs import redact
+from lagrpo.logs import print_text, redact
 from lagrpo.machine import drop_own, drop_torchrun
 from lagrpo.model.embedded import check_path, resolve_model
 from lagrpo.rollout.vllm.client import HOW_TO_START, KEY, SamplerError, VllmClient
@@ -364,10 +364,10 @@ def serve(
         words += ["--vllm.weight_transfer nccl"]
     if lora_r:
         words += [f"--model.lora_r {lora_r}"]
-    print("Starting a vLLM server; Ctrl-C stops it. To attach a run to it:\n")
+    print_text("Starting a vLLM server; Ctrl-C stops it. To attach a run to it:\n")
     key = key_of_user
     if not key:
         key = secrets.token_urlsafe(24)
-        print(f"  export {KEY}={key}")
-    print(f"  {' '.join(words)}\n", flush=True)
+        print_text(f"  export {KEY}={key}")
+    print_text(f"  {' '.join(words)}\n", flush=True)
     os.execvpe(launch.python, launch.command(port), launch.environment(key))
