@@ -12,6 +12,8 @@ import socket
 import threading
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from urllib.parse import quote
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -358,9 +360,16 @@ def served(tmp_path):
     server.server_close()
 
 
-def ask(server: Server, path: str, host: str | None = None) -> tuple[int, dict[str, str], bytes]:
+def ask(
+    server: Server, path: str, host: str | None = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """Asks with the token of the server, unless the path has one."""
+    if "token=" not in path:
+        path += f"{'&' if '?' in path else '?'}token={server.token}"
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request("GET", path, headers={"Host": host} if host else {})
+    if host:
+        headers["Host"] = host
+    connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     response = answer.status, dict(answer.getheaders()), answer.read()
     connection.close()
@@ -406,7 +415,8 @@ def test_server_answers_with_newer_data_when_the_process_of_a_run_is_gone(served
 def test_server_prints_nothing_if_the_browser_has_gone(served, capsys):
     _, server = served
     ours, of_browser = socket.socketpair()
-    request = f"GET / HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n"
+    path = f"/?token={server.token}"
+    request = f"GET {path} HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n"
     of_browser.sendall(request.encode())
     of_browser.close()
     server.process_request_thread(ours, ("127.0.0.1", 0))
@@ -420,3 +430,94 @@ def test_view_server_rejects_other_host_names_and_paths(served):
     assert ask(server, "/", f"localhost:{server.server_port}")[0] == 200
     for path in ("/config.toml", "/../config.toml", "/data/x", "/%2e%2e/metrics.jsonl"):
         assert ask(server, path)[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/data", "/data?stamp=0", "/nosuch"])
+@pytest.mark.parametrize("token", ["", "wrong", "ä", "%ff"])
+def test_view_server_answers_nobody_without_the_token(served, path, token):
+    _, server = served
+    joint = "&" if "?" in path else "?"
+    assert ask(server, f"{path}{joint}token={quote(token, safe='%')}")[0] == 403
+
+
+def test_url_of_the_view_server_has_its_token(served):
+    run, server = served
+    with urlopen(server.url) as answer:
+        assert run.path.name in answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("site", "status"),
+    [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)],
+)
+def test_view_server_rejects_requests_that_other_pages_make(served, site, status):
+    _, server = served
+    assert ask(server, "/data", **{"Sec-Fetch-Site": site})[0] == status
+
+
+MALFORMED = {
+    "address": b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
+    "percent-encoding": b"GET /?token=%zz%ff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "NUL": b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "method": b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "header": b"GET / HTTP/1.1\r\nHost: " + 100_000 * b"x" + b"\r\n\r\n",
+    "many headers": b"GET / HTTP/1.1\r\n" + 500 * b"a: b\r\n" + b"\r\n",
+    "line": b"GET /" + 100_000 * b"x" + b" HTTP/1.1\r\n\r\n",
+    "version": b"GET / HTTP/x.y\r\n\r\n",
+    "HTTP/0.9": b"GET /\r\n\r\n",
+    "bytes": bytes(range(128, 256)) + b"\r\n\r\n",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("request_bytes", MALFORMED.values(), ids=MALFORMED)
+def test_view_server_prints_no_traceback_for_a_malformed_request(served, capsys, request_bytes):
+    _, server = served
+    ours, of_browser = socket.socketpair()
+    of_browser.sendall(request_bytes)
+    of_browser.shutdown(socket.SHUT_WR)
+    server.process_request_thread(ours, ("127.0.0.1", 0))
+    answer = of_browser.recv(1 << 20)
+    of_browser.close()
+    assert capsys.readouterr().err == ""
+    assert not answer.startswith(b"HTTP/1.0 2")
+    assert b"<main" not in answer
+
+
+def test_error_of_a_request_is_one_line(served, monkeypatch, capsys):
+    _, server = served
+    monkeypatch.setattr(server, "collect", lambda: 1 / 0)
+    with pytest.raises(http.client.HTTPException):
+        ask(server, "/data")
+    assert capsys.readouterr().err.splitlines() == [
+        "lagrpo: a request failed: ZeroDivisionError: division by zero"
+    ]
+
+
+def test_requests_at_the_same_time_share_one_collection(served):
+    run, server = served
+    collect_once = server.collect
+    collections: list[int] = []
+
+    def collect_slowly() -> bytes:
+        collections.append(len(collections))
+        all_ask.wait()
+        return collect_once()
+
+    server.collect = collect_slowly
+    all_ask = threading.Event()
+    answers: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(ask(server, "/data")[0])) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    all_ask.set()
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 4
+    assert len(collections) == 1
+    run.record(metrics(5))
+    assert ask(server, "/data")[0] == 200
+    assert len(collections) == 2

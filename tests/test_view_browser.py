@@ -481,7 +481,7 @@ def test_served_page_follows_its_run_and_keeps_its_place(browser, run):
         assert page.text(".group-head") == before
         assert page.js("document.querySelector('input[name=q]').value") == "answer"
         assert page.text(".summary").startswith("batch 2")
-        page.check(server.url, "blob:")
+        page.check(f"http://127.0.0.1:{server.server_port}/", "blob:")
     finally:
         server.shutdown()
         thread.join()

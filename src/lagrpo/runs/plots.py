@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lagrpo.logs import visible
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_metrics, open_run
@@ -34,7 +35,7 @@ def reward_curve(run_dir: Run | Path | str) -> Path:
     if not metrics:
         raise RunNotFoundError(f"{run.path} has no metrics yet: its first batch is not finished")
     # The directory "." has no name until it is resolved.
-    figure = draw(run.path.resolve().name, metrics, load_evaluations(run))
+    figure = draw(visible(run.path.resolve().name), metrics, load_evaluations(run))
     return write_atomically(
         run.path / "reward.png", lambda path: figure.savefig(path, format="png", dpi=150)
     )

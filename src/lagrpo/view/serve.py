@@ -4,8 +4,9 @@ The page is one HTML file without links, which asks no network. Scripts and styl
 their hashes alone. The data is base64, and names in the title are escaped; the script puts every
 other text into the page as text.
 
-Only this machine is answered, and only by the names of this machine. Another web page cannot read
-the server through a name that it points to 127.0.0.1.
+Only this machine is answered, by its own names, and only whoever knows the token in the printed
+address: neither another user of the machine, nor another web page, also not one that points its
+name to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import secrets
 import sys
+import threading
 import webbrowser
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -24,7 +27,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lagrpo.errors import SettingsError, as_settings_error, one_line
-from lagrpo.logs import print_text
+from lagrpo.logs import print_line, print_text, print_traceback
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import open_run
 from lagrpo.runs.recorded import distinct_names
@@ -86,8 +89,8 @@ def view(
             write_atomically(out, page)
         return packed
 
-    collect_and_write()
     if port is None:
+        collect_and_write()
         megabytes = out.stat().st_size / 1e6
         print_text(f"{out} ({megabytes:.1f} MB): open it in a browser, or copy it anywhere")
         if opens:
@@ -99,6 +102,7 @@ def view(
         reason = getattr(error, "strerror", None) or str(error)
         raise SettingsError(f"--port {port}: {reason}; --port 0 takes a free one") from error
     with server:
+        server.collect_newest()
         names = ", ".join(str(path) for path in paths)
         print_text(f"{server.url}  shows {names} and follows new batches; Ctrl-C stops", flush=True)
         if opens:
@@ -158,8 +162,8 @@ def _hash(text: str) -> str:
 class Server(ThreadingHTTPServer):
     """The server of a page.
 
-    It answers / with the page, and /data?stamp=S with data newer than stamp S, or 204 without any.
-    `collect` returns the packed data.
+    It answers /?token=T with the page, and /data?token=T&stamp=S with data newer than stamp S, or
+    204 without any. T is the token in its `url`. `collect` returns the packed data.
     """
 
     daemon_threads = True
@@ -168,13 +172,32 @@ class Server(ThreadingHTTPServer):
         self.paths = paths
         self.collect = collect
         super().__init__((HOST, port), Handler)
-        self.url = f"http://{HOST}:{self.server_port}/"
+        self.token = secrets.token_urlsafe(24)
+        self.url = f"http://{HOST}:{self.server_port}/?token={self.token}"
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+        self._collecting = threading.Lock()
+        self._newest: tuple[str, bytes] = ("", b"")  # the data, after the stamp of the runs
+
+    def collect_newest(self, stamp_of_page: str | None = None) -> bytes | None:
+        """Returns the packed data; None if a page with this stamp has the newest already.
+
+        The data is collected once after each change: requests at the same time share it.
+        """
+        with self._collecting:
+            stamp = take_stamp(self.paths)
+            if stamp == stamp_of_page:
+                return None
+            if stamp != self._newest[0]:
+                self._newest = (stamp, self.collect())
+            return self._newest[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints the traceback of an error, unless the browser closed its connection."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+        """Prints an error on one line, unless the browser closed its connection."""
+        error = sys.exception()
+        if error is None or isinstance(error, ConnectionError):
+            return
+        print_traceback(error)
+        print_line(f"a request failed: {type(error).__name__}: {one_line(str(error))}")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -190,24 +213,25 @@ class Handler(BaseHTTPRequestHandler):
         return self.server
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        paths = self.view_server.paths
-        # The page of another site whose name points to 127.0.0.1 sends that name here.
-        if self.headers.get("Host") not in self.view_server.hosts:
-            message = b"this server answers at 127.0.0.1 only\n"
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", message)
+        try:
+            url = urlsplit(self.path)
+        except ValueError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, f"this is not an address: {one_line(str(error))}")
+            return
+        query = parse_qs(url.query)
+        refusal = self._find_refusal(query.get("token", [""])[0])
+        if refusal:
+            self._refuse(HTTPStatus.FORBIDDEN, refusal)
             return
         if url.path not in ("/", "/data"):
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"the only page is /\n")
+            self._refuse(HTTPStatus.NOT_FOUND, "the only page is /")
             return
         is_data = url.path == "/data"
-        packed = None
+        stamp_of_page = query.get("stamp", [None])[0] if is_data else None
         try:
-            if not is_data or parse_qs(url.query).get("stamp") != [take_stamp(paths)]:
-                packed = self.view_server.collect()
+            packed = self.view_server.collect_newest(stamp_of_page)
         except (OSError, ValueError) as error:
-            message = one_line(str(error)).encode(errors="replace")
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", message)
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, one_line(str(error)))
             return
         if packed is None:
             self._answer(HTTPStatus.NO_CONTENT)
@@ -215,8 +239,24 @@ class Handler(BaseHTTPRequestHandler):
         if is_data:
             self._answer(HTTPStatus.OK, "application/octet-stream", packed)
             return
-        page = make_page(distinct_names(paths), packed, live=True)
+        page = make_page(distinct_names(self.view_server.paths), packed, live=True)
         self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
+
+    def _find_refusal(self, token: str) -> str:
+        """Returns why this request is refused; "" if it is not."""
+        # The page of another site whose name points to 127.0.0.1 sends that name here.
+        if self.headers.get("Host") not in self.view_server.hosts:
+            return "this server answers at 127.0.0.1 only"
+        # Browsers say which page a request comes from; other programs say nothing.
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            return "another page may not ask: type the address that lagrpo view printed"
+        if not secrets.compare_digest(token.encode(), self.view_server.token.encode()):
+            return "the token is missing or wrong: use the whole address that lagrpo view printed"
+        return ""
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        text = f"{reason}\n".encode(errors="replace")
+        self._answer(status, "text/plain; charset=utf-8", text)
 
     def _answer(self, status: HTTPStatus, kind: str = "", body: bytes = b"") -> None:
         self.send_response(status)

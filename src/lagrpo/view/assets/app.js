@@ -330,7 +330,10 @@ async function follow(app) {
 
 async function fetchNewer(app) {
   try {
-    const answer = await fetch(`data?stamp=${encodeURIComponent(app.data.stamp)}`, { cache: "no-store" });
+    // The address of the page has the token that the server wants.
+    const query = new URLSearchParams(location.search);
+    query.set("stamp", app.data.stamp);
+    const answer = await fetch(`data?${query}`, { cache: "no-store" });
     if (answer.status === 204) return "";
     if (!answer.ok) return `The runs cannot be read at the moment: ${await answer.text()}`;
     app.data = await unpack(await answer.arrayBuffer());
