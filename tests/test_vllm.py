@@ -3,7 +3,9 @@ evaluations."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import runpy
 import select
 import signal
 import sys
@@ -679,6 +681,8 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
         ),
         "--max-lora-rank 32",
         "--enable-sleep-mode",
+        "--allowed-origins []",
+        f"--middleware {server.MIDDLEWARE}",
     ):
         assert words in command
     assert command.endswith("--seed 3")
@@ -690,6 +694,48 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
     monkeypatch.setenv(server.PYTHON, __file__)
     with pytest.raises(ValueError, match="is not a program"):
         find_python()
+
+
+def answer_of_middleware(monkeypatch, **scope: object) -> int:
+    """The status of the answer to a request, by a server whose key is s3cret and that answers 200.
+
+    -1: a connection that was closed."""
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    module, name = server.MIDDLEWARE.rsplit(".", 1)
+    extension = Path(server.__file__).parent / "extension" / f"{module}.py"
+    require_key = runpy.run_path(str(extension))[name]
+    events: list[JsonObject] = []
+
+    async def send(event: JsonObject) -> None:
+        events.append(event)
+
+    async def app(scope, receive, send) -> None:
+        await send({"status": 200})
+
+    asyncio.run(require_key(app)({"type": "http", "headers": [], **scope}, None, send))
+    return events[0].get("status", -1)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/v1/models", "/invocations", "//"])
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        pytest.param(None, 401, id="no key"),
+        pytest.param(b"Bearer wrong", 401, id="wrong key"),
+        pytest.param(b"Basic s3cret", 401, id="other scheme"),
+        pytest.param("Bearer \xe4".encode("latin-1"), 401, id="not ASCII"),
+        pytest.param(b"Bearer s3cret", 200, id="key"),
+    ],
+)
+def test_started_server_wants_the_key_with_every_request(monkeypatch, path, header, status):
+    headers = [(b"authorization", header)] if header else []
+    assert answer_of_middleware(monkeypatch, path=path, headers=headers) == status
+
+
+def test_started_server_says_that_it_is_healthy_without_the_key(monkeypatch):
+    assert answer_of_middleware(monkeypatch, path="/health") == 200
+    assert answer_of_middleware(monkeypatch, type="lifespan") == 200
+    assert answer_of_middleware(monkeypatch, type="websocket", path="/v1/realtime") == -1
 
 
 def fake_vllm_python(directory: Path, name: str = "python") -> Path:

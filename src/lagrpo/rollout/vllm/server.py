@@ -46,6 +46,7 @@ SHARED_MEMORY = "0.4"
 SHOWN_LINES = 30
 SHOWN_CHARACTERS = 300
 EXTENSION = "lagrpo_extension.Worker"
+MIDDLEWARE = "lagrpo_extension.RequireKey"
 # The largest ranks of adapters that vLLM 0.32 can be started with.
 LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)
 # All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter on
@@ -116,6 +117,9 @@ class Launch:
         words += ["--max-model-len", str(self.max_model_len)]
         words += ["--max-num-seqs", str(self.max_num_seqs)]
         words += ["--worker-extension-cls", EXTENSION]
+        # No page in a browser may read an answer, and no request is served without the key.
+        words += ["--allowed-origins", "[]"]
+        words += ["--middleware", MIDDLEWARE]
         uses_gpu = self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or has_gpu()
         if not uses_gpu:
             words += ["--enforce-eager"]

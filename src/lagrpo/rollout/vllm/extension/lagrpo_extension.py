@@ -1,7 +1,10 @@
-"""An extension of vLLM's worker.
+"""Extensions of vLLM's worker and of its HTTP server.
 
 vLLM's Python imports this file, which imports nothing of lagrpo.
 """
+
+import hmac
+import os
 
 
 class Worker:
@@ -28,3 +31,32 @@ class Worker:
         head = getattr(self.get_model(), "lm_head", None)  # type: ignore[attr-defined]
         if head is not None and hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
+
+
+class RequireKey:
+    """ASGI middleware that wants the API key with every request but those for /health.
+
+    vLLM 0.32 itself wants the key below /v1, /v2 and /inference only: not for the endpoints that
+    load weights, call workers or pause the server.
+    """
+
+    def __init__(self, app) -> None:
+        self.app = app
+        self.key = os.environ["VLLM_API_KEY"].encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if self._is_allowed(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            start = {"status": 401, "headers": [(b"content-type", b"application/json")]}
+            await send({"type": "http.response.start", **start})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+
+    def _is_allowed(self, scope) -> bool:
+        # Besides requests, servers pass events of their own life, which have no path.
+        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health":
+            return True
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key)
