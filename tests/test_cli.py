@@ -9,9 +9,12 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from chaos import start
@@ -228,6 +231,57 @@ def test_wrong_input_is_one_line_and_exit_code_2(words):
     assert err.startswith("lagrpo: ")
     assert WRONG[words] in err
     assert len(err.splitlines()) == 1
+
+
+def exit_code(words: list[str]) -> object:
+    """The code with which the command line ends, whether it returns or exits."""
+    try:
+        return main(words)
+    except SystemExit as end:
+        return end.code
+
+
+@contextlib.contextmanager
+def output_without_reader() -> Iterator[TextIO]:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as stream, contextlib.suppress(BrokenPipeError):
+        yield stream
+        stream.close()
+
+
+PRINTED = ("--help", "--version", "train --help", "study --help", "recipes --help", "recipes grpo")
+
+
+@pytest.mark.parametrize("words", PRINTED)
+def test_output_that_is_full_is_an_error_of_one_line(words, capsys):
+    with open("/dev/full", "w", encoding="utf-8") as full, contextlib.redirect_stdout(full):
+        assert exit_code(words.split()) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("lagrpo: ")
+    assert err.count("\n") == 1
+    assert "No space left" in err
+
+
+@pytest.mark.parametrize("words", PRINTED)
+def test_output_without_a_reader_ends_the_command_quietly(words, capsys):
+    with output_without_reader() as stream, contextlib.redirect_stdout(stream):
+        assert exit_code(words.split()) == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "lines"),
+    [
+        pytest.param(">/dev/full", 1, 1, id="full"),
+        pytest.param(">&-", 0, 0, id="closed"),
+        pytest.param("| true", 141, 0, id="no reader"),
+    ],
+)
+def test_process_whose_output_cannot_be_written_ends_with_its_own_code(output, code, lines):
+    command = f"{sys.executable} -m lagrpo --version {output}; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, encoding="utf-8")
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (code, lines)
 
 
 def test_train_without_words_prints_its_usage_and_starts_nothing(tmp_path, monkeypatch):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import io
 import json
 import math
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from lagrpo.errors import SettingsError
-from lagrpo.runs import directory, plots
+from lagrpo.errors import SettingsError, explain_os_error
+from lagrpo.runs import directory, files, plots
 from lagrpo.runs.comparing import compare
 from lagrpo.runs.directory import Run, default_name
 from lagrpo.runs.environment import collect_environment
-from lagrpo.runs.files import write_directory_atomically
+from lagrpo.runs.files import write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.plots import reward_curve
 from lagrpo.runs.reading import (
     RunNotFoundError,
@@ -327,6 +330,54 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
         if "token" in line
     }
     assert marks == {"✗ 0", "✗ 1", "✓ 10"}
+
+
+# Files that cannot be written
+
+
+def write_line(path: Path) -> None:
+    Run(path.parent).record_event("end", 1)
+
+
+WRITERS = {
+    "file": lambda path: write_atomically(path, "text"),
+    "table": lambda path: write_table(path, [{"a": 1}]),
+    "directory": lambda path: write_directory_atomically(path, lambda made: (made / "x").touch()),
+    "line": write_line,
+}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_file_that_cannot_be_written_is_named_with_the_reason(tmp_path, monkeypatch, write, number):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setattr(files, "sync_to_disk", fail)
+    monkeypatch.setattr(directory, "sync_to_disk", fail)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
+        write(path)
+    monkeypatch.undo()
+    assert explain_os_error(caught.value).startswith(f"{path}: {os.strerror(number)}")
+    assert [file.name for file in tmp_path.iterdir()] in ([], ["events.jsonl"])
+
+
+def test_temporary_name_that_cannot_be_removed_does_not_hide_the_reason(tmp_path, monkeypatch):
+    def fail(*_: object, **_options: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(OSError, match="read-only") as caught:
+        write_atomically(tmp_path / "a", "text")
+    assert caught.value.filename == str(tmp_path / "a")
+
+
+def test_missing_source_is_named_and_not_the_file_that_is_written(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomically(tmp_path / "a", lambda scratch: shutil.copyfile("nosuch", scratch))
+    assert caught.value.filename == "nosuch"
 
 
 # Several runs

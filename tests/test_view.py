@@ -323,6 +323,19 @@ def test_option_without_effect_is_rejected(tmp_path, words, option):
     assert err.count("\n") == 1
 
 
+OUTS = {"directory": "there", "below a file": "file/x.html", "long name": f"{'a' * 300}.html"}
+
+
+@pytest.mark.parametrize("out", OUTS.values(), ids=OUTS)
+def test_page_that_cannot_be_written_is_named_in_one_line(tmp_path, out):
+    run = fill(make_run(tmp_path, "one"))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
+    code, _, err = command("view", run.path, "--out", tmp_path / out)
+    assert (code, err.count("\n")) == (2, 1)
+    assert str(tmp_path / out.partition("/")[0]) in err
+
+
 def test_command_ends_quietly_if_the_reader_of_its_text_has_gone(tmp_path):
     class ClosedPipe(io.StringIO):
         def write(self, text: str) -> int:

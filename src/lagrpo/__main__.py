@@ -15,7 +15,7 @@ def main() -> None:
     try:
         from lagrpo.cli import main as run_command_line
 
-        run_command_line()
+        sys.exit(run_command_line())
     except SystemExit:
         # The reason is already printed, also for an interruption.
         raise

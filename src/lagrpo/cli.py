@@ -15,7 +15,8 @@
 
 `lagrpo COMMAND --help` lists the options. With --debug, or LAGRPO_DEBUG=1, every command shows the
 traceback of an error. Exit codes: 0 done, 1 the run failed or verify found a difference, 2 wrong
-input, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2.
+input, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2, 141 if the reader of
+the output has gone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -35,7 +37,7 @@ from typing import Any, Literal
 
 from lagrpo import logs
 from lagrpo.env import env
-from lagrpo.errors import SettingsError, suggest
+from lagrpo.errors import SettingsError, explain_os_error, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import print_text, redact
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
@@ -83,8 +85,12 @@ KEPT_FOR_EVAL = (
 """Beginnings of the settings that `lagrpo eval` takes from the run that wrote the weights."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the `lagrpo` command. Exits with the codes of the module's docstring."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the `lagrpo` command. Returns the exit code, or exits with it.
+
+    The codes are in the module's docstring.
+    """
+    open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # In an encoding without ✓, its number is printed.
         if isinstance(stream, TextIOWrapper):
@@ -95,20 +101,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not sys.stderr.isatty():
         hide_progress_bars()
     try:
-        with interruptible(), exit_on(SettingsError, FileNotFoundError, code=2):
-            run_command(name, rest)
-    except BrokenPipeError:
+        try:
+            with interruptible(), exit_on(SettingsError, FileNotFoundError, code=2):
+                run_command(name, rest)
+        finally:
+            # What is still buffered is written here, where its errors are caught.
+            if not sys.stdout.closed:
+                print_text("", end="", flush=True)
+    except BrokenPipeError as error:
         # The reader of our output has gone: `lagrpo … | head`.
-        # At its end Python flushes stdout and would complain on stderr.
-        sys.stderr.close()
+        logs.print_traceback(error)
+        close_stdout()
+        return 128 + signal.SIGPIPE
     except BaseException as error:
         interruption = find_interruption(error)
+        if interruption is None and isinstance(error, OSError):
+            print_error(error)
+            close_stdout()
+            return 1
         if interruption is None:
             raise
         logs.print_traceback(error)
         print_text("\nlagrpo: interrupted", file=sys.stderr)
         # A KeyboardInterrupt has no signal: it is SIGINT, 2.
         sys.exit(128 + getattr(interruption, "signal", 2))
+    return 0
+
+
+def open_missing_streams() -> None:
+    """Opens the standard streams that the program was started without: `lagrpo … >&-`."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
+            setattr(sys, name, stream)
+
+
+def close_stdout() -> None:
+    """Drops what cannot be written. At its end Python would try again, and complain."""
+    with suppress(OSError):
+        sys.stdout.close()
 
 
 def hide_progress_bars() -> None:
@@ -168,14 +199,25 @@ def exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        logs.print_traceback(error)
-        rank = os.environ.get("RANK")
-        has_ranks = os.environ.get("WORLD_SIZE", "1") != "1" and rank is not None
-        program = f"lagrpo (rank {rank})" if has_ranks else "lagrpo"
-        notes = getattr(error, "__notes__", ())
-        message = "\n".join([f"{program}: {error}", *notes])
-        print_text(redact(message), file=sys.stderr)
+        # A run has notes on what it saved; for others `main` has the answer.
+        if isinstance(error, BrokenPipeError) and not hasattr(error, "__notes__"):
+            raise
+        print_error(error)
+        if getattr(error, "filename", None) == logs.OUTPUT:
+            close_stdout()
         sys.exit(code)
+
+
+def print_error(error: BaseException) -> None:
+    """Prints the message of an error and its notes, with --debug also its traceback."""
+    logs.print_traceback(error)
+    rank = os.environ.get("RANK")
+    has_ranks = os.environ.get("WORLD_SIZE", "1") != "1" and rank is not None
+    program = f"lagrpo (rank {rank})" if has_ranks else "lagrpo"
+    reason = explain_os_error(error) if isinstance(error, OSError) else str(error)
+    notes = getattr(error, "__notes__", ())
+    message = "\n".join([f"{program}: {reason}", *notes])
+    print_text(redact(message), file=sys.stderr)
 
 
 @dataclass(frozen=True)

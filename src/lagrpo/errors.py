@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -58,14 +59,40 @@ def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[Non
     """
     try:
         yield
-    # It is a ValueError, too, but has its message already.
-    except SettingsError:
+    # A SettingsError is a ValueError, too, but has its message already. The reader of a pipe that
+    # has gone is no wrong input.
+    except (SettingsError, BrokenPipeError):
         raise
     except (ValueError, OSError, ImportError, *further) as error:
-        reason = str(error)
-        if isinstance(error, OSError) and error.filename:
-            reason = f"{error.filename}: {error.strerror}"
+        reason = explain_os_error(error) if isinstance(error, OSError) else str(error)
         raise SettingsError(f"{what}: {reason}" if what else reason) from error
+
+
+CURES = {
+    errno.ENOSPC: "free space on the disk that is written to",
+    errno.EDQUOT: "free space: your quota is used up",
+    errno.EROFS: "choose a place that can be written",
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOTDIR: "a part of this path is a file, so choose another place",
+    errno.EEXIST: "choose another place",
+    errno.EISDIR: "name a file",
+}
+"""What to do about an error of the system, by its number."""
+
+
+def explain_os_error(error: OSError) -> str:
+    """Returns the file of an error of the system, the reason, and what to do about it.
+
+    >>> explain_os_error(OSError(errno.ENOSPC, "No space left on device", "runs/a"))
+    'runs/a: No space left on device; free space on the disk that is written to'
+    """
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        reason = f"{error.filename}: {reason}"
+    cure = CURES.get(error.errno or 0)
+    return f"{reason}; {cure}" if cure else reason
 
 
 @contextmanager
@@ -89,7 +116,7 @@ def describe_error(error: BaseException) -> str:
     ("KeyError: 'x'", 'no x')
     """
     name = type(error).__name__
-    message = one_line(str(error))
+    message = one_line(explain_os_error(error) if isinstance(error, OSError) else str(error))
     if not message:
         return name
     # The message of a KeyError is the bare key, for example.

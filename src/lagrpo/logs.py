@@ -295,14 +295,24 @@ def _show_character(match: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+OUTPUT = "the output"
+"""The name of standard output and standard error in errors."""
+
+
 def print_text(
     text: str, *, file: IO[str] | None = None, end: str = "\n", flush: bool = False
 ) -> None:
     """Prints a text that may have parts from anywhere, as `visible` shows it.
 
-    Everything that lagrpo prints passes here, or is a `Text` of terminal/text.py.
+    Everything that lagrpo prints passes here, or is a `Text` of terminal/text.py. Raises
+    BrokenPipeError if the reader has gone, and OSError for a full disk.
     """
-    print(visible(text), file=file, end=end, flush=flush)
+    try:
+        print(visible(text), file=file, end=end, flush=flush)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, OUTPUT) from error
 
 
 DEBUG = "LAGRPO_DEBUG"

@@ -31,6 +31,7 @@ from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
     TEMPORARY,
+    naming_file,
     sync_to_disk,
     to_json,
     write_atomically,
@@ -141,10 +142,11 @@ class Run:
 
 
 def _append_line(path: Path, line: JsonView) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(to_json(line) + "\n")
-    # A checkpoint covers the lines before it. After a power cut it must not outlive them.
-    sync_to_disk(path)
+    with naming_file(path):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(to_json(line) + "\n")
+        # A checkpoint covers the lines before it. After a power cut it must not outlive them.
+        sync_to_disk(path)
 
 
 def default_name(settings: JsonView, now: datetime.datetime | None = None) -> str:
@@ -195,7 +197,8 @@ def check_writable(directory: Path) -> None:
     folders = (directory, *directory.absolute().parents)
     nearest = next(folder for folder in folders if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise PermissionError(f"cannot write to {directory}: {nearest} is not a writable directory")
+        problem = f"cannot write to {directory}: {nearest} is not a writable directory"
+        raise PermissionError(f"{problem}, so choose another place")
 
 
 def _new_directory(root: Path, name: str) -> Path:

@@ -30,6 +30,21 @@ TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
+def naming_file(path: Path, scratch: Path | None = None) -> Iterator[None]:
+    """Gives errors of the system inside, such as a full disk, the name of the file.
+
+    Errors of other files than `scratch`, its temporary name, have their names already.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_of_file = scratch is not None and str(error.filename).startswith(str(scratch))
+        if error.filename is not None and not is_of_file:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+@contextmanager
 def _temporary_name(path: Path) -> Iterator[Path]:
     """Yields a name next to `path`, and removes it at the end.
 
@@ -40,11 +55,14 @@ def _temporary_name(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        yield scratch
-    except (OSError, SafetensorError) as error:
+        with naming_file(path, scratch):
+            yield scratch
+    except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
     finally:
-        _remove(scratch)
+        # It may be impossible to remove for the same reason, and then becomes a leftover.
+        with suppress(OSError):
+            _remove(scratch)
 
 
 def _remove(path: Path) -> None:

@@ -27,7 +27,7 @@ from lagrpo.core.estimators import (
     pass_at_k,
 )
 from lagrpo.cpu.memory import freed_memory_kept
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.logs import print_text, redact_values
 from lagrpo.machine import choose_threads, fixed_threads
@@ -39,7 +39,7 @@ from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.vllm.engine import build_engine
-from lagrpo.runs.directory import BEST, Run, plain_name
+from lagrpo.runs.directory import BEST, Run, check_writable, plain_name
 from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.reading import load_evaluation_records, load_evaluations
@@ -484,7 +484,9 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
             "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
         )
     task = load_tasks(settings, task)[MAIN_TASK]
-    output = _choose_output(settings, task.name)
+    with as_settings_error("run"):
+        output = _choose_output(settings, task.name)
+        check_writable(output)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
         reply_tokens = max_reply_tokens(settings, task)
         # Servers take minutes to start: everything that is cheap to check came first.

@@ -28,6 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from lagrpo.errors import SettingsError, as_settings_error, one_line
 from lagrpo.logs import print_line, print_text, print_traceback
+from lagrpo.runs.directory import check_writable
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import open_run
 from lagrpo.runs.recorded import distinct_names
@@ -81,6 +82,8 @@ def view(
     paths = _distinct_paths(runs)
     if out is None:
         out = paths[0] / FILE if len(paths) == 1 else Path(FILE)
+    with as_settings_error():
+        check_writable(out.parent)
 
     def collect_and_write() -> bytes:
         packed = collect(paths, completions)
