@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from lagrpo.logs import is_debugging, redact, visible
 
@@ -55,6 +56,8 @@ def without_own_frames(function: Callable[Parameters, Returned]) -> Callable[Par
 def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[None]:
     """Turns ValueError, OSError, ImportError and `further` ones inside into a SettingsError.
 
+    Also RecursionError: values of the user were nested too deeply.
+
     Its message begins with `what`.
     """
     try:
@@ -63,6 +66,8 @@ def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[Non
     # has gone is no wrong input.
     except (SettingsError, BrokenPipeError):
         raise
+    except RecursionError as error:
+        raise SettingsError(f"{what}: {TOO_DEEP}" if what else f"a value: {TOO_DEEP}") from error
     except (ValueError, OSError, ImportError, *further) as error:
         reason = explain_os_error(error) if isinstance(error, OSError) else str(error)
         raise SettingsError(f"{what}: {reason}" if what else reason) from error
@@ -115,6 +120,8 @@ def describe_error(error: BaseException) -> str:
     >>> describe_error(KeyError("x")), describe_error(ValueError("no x"))
     ("KeyError: 'x'", 'no x')
     """
+    if isinstance(error, RecursionError):
+        return TOO_DEEP
     name = type(error).__name__
     message = one_line(explain_os_error(error) if isinstance(error, OSError) else str(error))
     if not message:
@@ -122,6 +129,28 @@ def describe_error(error: BaseException) -> str:
     # The message of a KeyError is the bare key, for example.
     says_little = isinstance(error, LookupError | AttributeError | AssertionError)
     return f"{name}: {message}" if says_little else message
+
+
+TOO_DEEP = "it is nested too deeply"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises ValueError, also for one that is nested more deeply than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Returns the object of a JSON text. Raises ValueError for any other text."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not a JSON object")
+    return value
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lagrpo.errors import one_line_errors
+from lagrpo.errors import one_line_errors, parse_json
 from lagrpo.model.chat import (
     Replies,
     check_thought,
@@ -245,7 +245,7 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
     if "prompt_text" in row:  # a record of a run, which has its answer as JSON
         question = row["prompt_text"]
         with one_line_errors(f"its answer {answer!r:.40} is not JSON"):
-            answer = json.loads(answer or "null")
+            answer = parse_json(answer or "null")
     token_ids = _read_list(row, "prompt_token_ids", (int,))
     if token_ids:
         replies.chat.check_vocabulary(token_ids)

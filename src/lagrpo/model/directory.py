@@ -5,12 +5,11 @@ Libraries say "header too large" of a file that is not a model, and do not name 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lagrpo.errors import check_is_pulled, describe_error
+from lagrpo.errors import check_is_pulled, describe_error, parse_json, parse_json_object
 
 # transformers ignores a damaged one without a word.
 GENERATION_CONFIG = "generation_config.json"
@@ -99,7 +98,7 @@ def _check_shards(directory: Path) -> None:
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return
-    shard_of_weight = json.loads(index.read_bytes()).get("weight_map")
+    shard_of_weight = parse_json_object(index.read_bytes()).get("weight_map")
     if not isinstance(shard_of_weight, dict):
         raise ValueError(f"{index} has no weight_map: {AGAIN}")
     for shard in sorted(set(shard_of_weight.values())):
@@ -120,7 +119,7 @@ def _check_text(file: Path) -> None:
         return
     try:
         text = file.read_text(encoding="utf-8")
-        value = json.loads(text) if file.suffix == ".json" else {}
+        value = parse_json(text) if file.suffix == ".json" else {}
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({describe_error(error)}): {AGAIN}") from error
     if not isinstance(value, dict):

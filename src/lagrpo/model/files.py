@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lagrpo.errors import parse_json
 from lagrpo.model.directory import GENERATION_CONFIG, naming_damage
 
 TOKENIZER = "tokenizer.json"
@@ -166,7 +167,7 @@ def with_older_names(config: Json) -> Json:
 
 def read_json(path: Path) -> Json:
     """Returns the content of a JSON file in UTF-8."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, content: Json) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lagrpo.errors import one_line_errors
+from lagrpo.errors import one_line_errors, parse_json
 from lagrpo.model.embedded import ADAPTER_CONFIG
 from lagrpo.rng import uniforms
 
@@ -229,7 +229,7 @@ def load_adapter_config(directory: Path) -> tuple[Lora, str]:
     """
     path = directory / ADAPTER_CONFIG
     with one_line_errors(f"{path} cannot be read"):
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
         r = config["r"]
         alpha = config["lora_alpha"]
         base = config["base_model_name_or_path"]

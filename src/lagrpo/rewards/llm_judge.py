@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import urllib3
 
-from lagrpo.errors import one_line
+from lagrpo.errors import one_line, parse_json
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.rewards.texts import read_answer, text_after_thinking
 
@@ -155,7 +155,7 @@ class LlmJudge:
             response_text = f"{response.status}: {response.data.decode(errors='replace')}"
             if response.status != 200:
                 raise ValueError("the server refused the request")
-            choice = response.json()["choices"][0]
+            choice = parse_json(response.data)["choices"][0]
             reason = choice.get("finish_reason")
             if reason not in ENDED:
                 raise UnscorableError(f"the judge's reply is cut (finish_reason {reason!r})")

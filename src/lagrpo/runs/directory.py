@@ -16,7 +16,6 @@ Every file but the .jsonl appears whole, by a rename.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import re
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lagrpo.errors import parse_json_object
 from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
@@ -244,9 +244,14 @@ def locked(path: Path) -> Iterator[None]:
 def read_holder(path: Path) -> JsonObject:
     """Returns the process that writes into the run at `path`, or was killed while it did.
 
-    The keys are `pid`, `host`, and `since` (when it began). Empty if there is none.
+    The keys are `pid`, `host`, and `since` (when it began). Empty if there is none, and for a
+    damaged file: the lock itself does not need it.
     """
-    file = path / HOLDER
-    if not file.exists():
+    try:
+        holder = parse_json_object((path / HOLDER).read_bytes())
+    except (OSError, ValueError):
         return {}
-    return json.loads(file.read_bytes())
+    is_whole = isinstance(holder.get("pid"), int) and all(
+        isinstance(holder.get(key), str) for key in ("host", "since")
+    )
+    return holder if is_whole else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import shlex
@@ -12,6 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lagrpo.errors import parse_json_object
 from lagrpo.logs import HIDDEN, redact_values
 from lagrpo.machine import usable_cores
 from lagrpo.runs.files import to_json, write_atomically
@@ -67,8 +67,8 @@ def read_environment(run: Path) -> JsonObject:
     if not file.exists():
         return {}
     try:
-        return dict(json.loads(file.read_bytes()))
-    except (ValueError, TypeError) as error:
+        return parse_json_object(file.read_bytes())
+    except ValueError as error:
         cure = "remove it to resume as on another machine"
         raise ValueError(f"{file} is damaged ({error}): {cure}") from error
 

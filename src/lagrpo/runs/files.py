@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lagrpo.errors import parse_json_object
 from lagrpo.types import JsonObject, JsonView
 
 # The umask can only be read by setting another one, so it is set back at once.
@@ -148,6 +149,14 @@ def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
         if match:
             files[int(match[1])] = path
     return files
+
+
+def read_json_object(path: Path) -> JsonObject:
+    """Returns the object in a JSON file. Raises ValueError, with its name, for a damaged one."""
+    try:
+        return parse_json_object(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore or remove it") from error
 
 
 def read_table(path: Path) -> list[JsonObject]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 import tomllib
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import one_line
+from lagrpo.errors import one_line, parse_json_object
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import numbered
 from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
@@ -49,7 +48,7 @@ def load_config(run: Run | Path | str) -> JsonObject:
     path = open_run(run).path / "config.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -105,8 +104,8 @@ def _load_lines(path: Path) -> list[JsonObject]:
 def _parse(text: bytes, where: str, cure: str) -> JsonObject:
     """Reads a JSON object. Raises ValueError with `where` and `cure` in its message."""
     try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
+        return parse_json_object(text)
+    except ValueError as error:
         raise ValueError(f"{where} is not a JSON object ({error}): {cure}") from error
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text, visible
-from lagrpo.runs.files import to_json, write_atomically
+from lagrpo.runs.files import read_json_object, to_json, write_atomically
 from lagrpo.runs.plots import INK, plain_axes
 from lagrpo.terminal.text import count_of
+from lagrpo.types import JsonView
 
 from .measures import RunResult, measure, metrics_of, smoothed
 from .spec import Claim, Study
@@ -62,8 +63,14 @@ def load_results(file: Path, study: Study) -> dict[tuple[Cell, int], RunResult]:
 
     They are found by their labels; their settings are not compared.
     """
+    with as_settings_error(f"{file} is not a report.json", LookupError, TypeError, AttributeError):
+        return _read_results(read_json_object(file)["runs"], study)
+
+
+def _read_results(runs: Sequence[JsonView], study: Study) -> dict[tuple[Cell, int], RunResult]:
+    """Returns the runs of the study's cells and seeds."""
     results = {}
-    for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:
+    for run in runs:
         # A record made before an axis was added has no label of it, and matches no cell.
         cell = tuple(run["cell"].get(axis, "") for axis in study.grid)
         if cell not in study.cells or run["seed"] not in study.seeds:

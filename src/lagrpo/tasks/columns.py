@@ -10,7 +10,7 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
-from lagrpo.errors import suggest
+from lagrpo.errors import parse_json, suggest
 from lagrpo.types import JsonView
 
 Columns = JsonView
@@ -170,8 +170,8 @@ def parse_messages(text: object) -> Any:
     if not isinstance(text, str) or not _MESSAGES_TEXT.match(text):
         return text
     # literal_eval also reads Python's spelling, with single quotes and None.
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError):
+    for read in (parse_json, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(text)
     raise ValueError(f"it has messages that are not JSON: {text!r:.80}")
 

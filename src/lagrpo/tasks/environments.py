@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lagrpo.errors import suggest
+from lagrpo.errors import parse_json, suggest
 from lagrpo.rewards import worker
 from lagrpo.rewards.reward import OURS, RewardFunction, Rewards, load_function
 from lagrpo.rewards.texts import text_after_thinking
@@ -292,8 +292,8 @@ def _find_bare_call(text: str) -> list[Call]:
 def _parse_call(text: str) -> Any:
     """Parses the JSON of a call. Raises ValueError."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ValueError(f"the call is not JSON: {error}") from error
 
 

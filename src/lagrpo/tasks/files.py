@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lagrpo.errors import check_is_pulled, one_line
+from lagrpo.errors import check_is_pulled, one_line, parse_json
 from lagrpo.tasks.columns import Columns, decode, mark_narrow_arrow
 from lagrpo.types import JsonObject
 
@@ -121,8 +121,8 @@ def _read_json_rows(path: Path) -> list[Row]:
     if format_of(path) != ".json" and not first_line.startswith("["):
         return _to_rows(lines, path, "line")
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         # Some .json files hold lines of JSON.
         if _is_json(first_line):
             return _to_rows(lines, path, "line")
@@ -166,8 +166,8 @@ def parse_row(value: object, place: str) -> JsonObject:
     """Returns the columns of a row, which may be a line of JSON. Raises ValueError."""
     if isinstance(value, str):
         try:
-            value = json.loads(value.strip())
-        except (ValueError, RecursionError) as error:
+            value = parse_json(value.strip())
+        except ValueError as error:
             problem = _describe_json_error(error)
             raise ValueError(f"{place}: {problem}. A row is one line of JSON") from error
     if not isinstance(value, Mapping):
@@ -177,8 +177,8 @@ def parse_row(value: object, place: str) -> JsonObject:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        parse_json(text)
+    except ValueError:
         return False
     return True
 

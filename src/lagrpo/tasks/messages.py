@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lagrpo.errors import parse_json
 from lagrpo.types import JsonObject, JsonView
 
 Message = JsonView
@@ -113,7 +114,7 @@ def plain_call(call: Any, *, padded: bool) -> JsonObject:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError):
-            parsed = json.loads(arguments or "{}")
+            parsed = parse_json(arguments or "{}")
             if isinstance(parsed, dict):
                 function["arguments"] = parsed
     elif padded and arguments is not None:

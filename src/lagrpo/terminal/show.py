@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 
-from lagrpo.errors import as_settings_error
+from lagrpo.errors import as_settings_error, parse_json
 from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
@@ -96,7 +95,8 @@ def _print_prompt(console: Console, prompt_id: int, row: Row) -> None:
     heading = Text(f"prompt {prompt_id}", style="bold")
     console.print(Rule(heading, align="left", style="dim"))
     console.print(Text(row["prompt_text"]))
-    answer = json.loads(row["answer"])
+    with as_settings_error(f"the answer of prompt {prompt_id}"):
+        answer = parse_json(row["answer"])
     if answer is not None:
         # As JSON, unless it is a text.
         text = answer if isinstance(answer, str) else row["answer"]

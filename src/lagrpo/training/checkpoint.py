@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lagrpo.data.fingerprint import check_visited
-from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.errors import SettingsError, as_settings_error, describe_error
 from lagrpo.model.chat import Chat
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
@@ -171,7 +171,9 @@ def _write(
             files.write_directory_atomically(path, scratch.replace)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+        raise CheckpointError(
+            f"the checkpoint {path} could not be written: {describe_error(error)}"
+        ) from error
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -16,19 +16,19 @@ A digest is XXH3 (128 bits), which reads several GB/s; it guards against acciden
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Annotated, Any, TypedDict
 
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from xxhash import xxh3_128
 
 from lagrpo.data.fingerprint import digest
-from lagrpo.errors import describe_error
+from lagrpo.errors import describe_error, parse_json_object
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.types import JsonView
@@ -37,8 +37,51 @@ SCHEMA = "lagrpo.checkpoint/5"
 SCHEMA_WITHOUT_DIGESTS = "lagrpo.checkpoint/4"
 STATE = "state.json"
 ROLLOUTS = "rollouts.parquet"
-# Keys of state.json that every checkpoint has, beside its schema.
-STATE_KEYS = ("loop", "versions", "announced", "data", "model")
+
+NumberOfBatch = Annotated[int, Field(ge=0)]
+Version = Annotated[int, Field(ge=0)]
+
+
+class _Loop(BaseModel):
+    batch: NumberOfBatch
+    alpha: Annotated[int, Field(ge=-1)]
+    pi_ref: Version
+    since_sync: NumberOfBatch
+    spent: Annotated[float, Field(allow_inf_nan=False)]
+    prefetched: list[Version]
+    sync: dict[str, Any]
+
+
+class _Versions(BaseModel):
+    policy: Version
+    alpha: Version | None
+    pi_ref: Version | None
+
+
+class _Rows(BaseModel):
+    rows: int
+    columns: dict[str, Any]
+
+
+class _Visited(BaseModel):
+    prompts: int
+    tokens: str
+    answers: str
+
+
+class _Data(BaseModel):
+    places: dict[str, _Rows]
+    visited: _Visited
+
+
+class _State(BaseModel):
+    """The keys of state.json that are read, with the types of their values."""
+
+    loop: _Loop
+    versions: _Versions
+    announced: dict[Annotated[str, Field(pattern="^[0-9]+$")], list[Version]]
+    data: _Data
+    model: str
 
 
 class CheckpointError(OSError):
@@ -97,7 +140,7 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
         return None
     path = checkpoints[max(checkpoints)]
     with reading(path / STATE):
-        state = json.loads((path / STATE).read_bytes())
+        state = parse_json_object((path / STATE).read_bytes())
         schema = state["schema"]
     if schema not in (SCHEMA, SCHEMA_WITHOUT_DIGESTS):
         raise ValueError(f"{path} has the format {schema}; this version of lagrpo reads {SCHEMA}")
@@ -110,9 +153,16 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def _check_state(state: JsonView) -> None:
-    """Raises an error that `reading` names unless a state is whole."""
-    for key in STATE_KEYS:
-        state[key]
+    """Raises an error that `reading` names unless a state is whole.
+
+    Every key has a value of its type, and the loop has no unknown keys.
+    """
+    try:
+        _State.model_validate(state, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"{name}: {problem['msg']}") from error
     LoopState(**state["loop"])
     if state["schema"] == SCHEMA and state["digest"] != _digest_state(state):
         raise ValueError("its content has changed since it was written")

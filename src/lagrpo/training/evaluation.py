@@ -10,7 +10,6 @@ maximum of the range of rewards. Random numbers have the same keys every time, s
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -41,7 +40,7 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.runs.directory import BEST, Run, check_writable, plain_name
 from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
-from lagrpo.runs.files import to_json, write_atomically, write_table
+from lagrpo.runs.files import read_json_object, to_json, write_atomically, write_table
 from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import Settings
@@ -372,10 +371,12 @@ class Evaluations:
             return None
         file = run.path / "weights" / "best" / BEST
         if file.exists():
-            earlier: JsonObject = json.loads(file.read_bytes())
-            earlier_batch: int = earlier["step"]
-            earlier_value: float | None = earlier["value"]
-            if earlier["best"] != best_metric:  # a resumed run has changed eval.best_metric
+            with as_settings_error(str(file), KeyError, TypeError):
+                earlier = read_json_object(file)
+                earlier_batch: int = earlier["step"]
+                earlier_value: float | None = earlier["value"]
+                earlier_metric: str = earlier["best"]
+            if earlier_metric != best_metric:  # a resumed run has changed eval.best_metric
                 earlier_value = self._recorded_value(best_metric, earlier_batch)
             # A resumed run evaluates some batches again: with the same result, the weights and
             # their event are written again.

@@ -6,12 +6,12 @@ are not here: they count as code (sources.py), and by the tokens of the prompts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from lagrpo.data.fingerprint import digest, value_text
+from lagrpo.errors import parse_json
 from lagrpo.model.directory import GENERATION_CONFIG
 from lagrpo.model.files import CONFIG, TOKENIZER, TOKENIZER_CONFIG, find_source
 
@@ -57,7 +57,7 @@ def read_model_files(model: str) -> ModelFiles:
 def _read_entries(path: Path) -> dict[str, Any]:
     """Returns the entries of a JSON file, or the content of another file as a single entry."""
     text = path.read_bytes().decode("utf-8", "surrogateescape")
-    content: Any = json.loads(text) if path.suffix == ".json" else text
+    content: Any = parse_json(text) if path.suffix == ".json" else text
     if not isinstance(content, dict):
         return {"content": _shorten(content)}
     table = cast("dict[str, Any]", content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import os
 import platform
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lagrpo.errors import as_settings_error
+from lagrpo.errors import as_settings_error, parse_json
 from lagrpo.logs import redact, redact_values
 from lagrpo.machine import cache_directory
 from lagrpo.runs import reading
@@ -462,7 +461,7 @@ def _answer(text: str) -> str:
 
     It is "" for a prompt without an answer.
     """
-    answer = json.loads(text)
+    answer = parse_json(text)
     if answer is None:
         return ""
     return answer if isinstance(answer, str) else text

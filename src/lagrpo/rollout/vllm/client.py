@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import urllib3
 
-from lagrpo.errors import one_line
+from lagrpo.errors import one_line, parse_json
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.types import JsonObject
 
@@ -122,7 +122,7 @@ class VllmClient:
         if data[:1] not in (b"{", b"["):
             return None
         try:
-            return json.loads(data)
+            return parse_json(data)
         except ValueError as error:
             text = one_line(data[:200].decode(errors="replace"))
             raise SamplerError(f"{self.url}{path} answers with broken JSON: {text}") from error
