@@ -4,6 +4,7 @@ ones load."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
+from lagrpo.model.embedded import ModelNotFoundError, check_path
 from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
 from lagrpo.training.run import train
@@ -273,3 +275,11 @@ def test_loaded_model_has_no_dropout_when_it_trains(kind, tmp_path):
     expected = policy.logp(packed)
     policy.model.lm.train()
     assert torch.equal(policy.logp(packed), expected)
+
+
+@pytest.mark.parametrize("folder", ["instruct", "models/base"])
+def test_root_of_a_clone_with_models_in_folders_names_them(tmp_path, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelNotFoundError, match=re.escape(str(tmp_path / folder))):
+        check_path(str(tmp_path))

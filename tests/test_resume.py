@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,12 @@ from lagrpo.settings.load import load_settings
 from lagrpo.terminal.display import Display
 from lagrpo.training import checkpoint_files
 from lagrpo.training import run as one_run
-from lagrpo.training.checkpoint_files import CheckpointError, digest_file, find_checkpoint
+from lagrpo.training.checkpoint_files import (
+    SCHEMA_WITHOUT_DIGESTS,
+    CheckpointError,
+    digest_file,
+    find_checkpoint,
+)
 from lagrpo.training.resuming import ResumeState
 from lagrpo.training.run import Result
 from lagrpo.types import JsonObject
@@ -410,6 +416,67 @@ def flip(file: str) -> Any:
     return damage
 
 
+DEEP = "[" * 100_000
+
+
+def change_state(name: str, value: object) -> Callable[[Path], None]:
+    """Sets an entry of state.json, such as loop.batch; ... removes it.
+
+    The state becomes one without digests, which would show every change.
+    """
+
+    def change(newest: Path) -> None:
+        state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+        state["schema"] = SCHEMA_WITHOUT_DIGESTS
+        del state["digest"], state["files"]
+        *sections, key = name.split(".")
+        table = state
+        for section in sections:
+            table = table[section]
+        table[key] = value
+        if value is ...:
+            del table[key]
+        (newest / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+    return change
+
+
+def write_state(text: str) -> Callable[[Path], object]:
+    return lambda newest: (newest / "state.json").write_text(text, encoding="utf-8")
+
+
+ODD_STATES = {
+    "deep": write_state(DEEP),
+    "list": write_state("[]"),
+    "empty": write_state("{}"),
+    "no batch": change_state("loop.batch", ...),
+    "batch is text": change_state("loop.batch", "4"),
+    "unknown key of the loop": change_state("loop.later", 1),
+    "NaN": change_state("loop.spent", float("nan")),
+    "list for an object": change_state("data.visited", []),
+    "object for a list": change_state("loop.prefetched", {}),
+    "version is text": change_state("versions.policy", "3"),
+    "batch without a number": change_state("announced", {"five": [6]}),
+    "no model": change_state("model", ...),
+}
+
+
+@pytest.mark.parametrize("change", ODD_STATES.values(), ids=ODD_STATES)
+def test_state_with_odd_keys_or_values_is_rejected_by_its_file(whole_run, tmp_path, change):
+    newest = cut_to(whole_run("asking ahead"), 4, tmp_path) / "checkpoints" / "step-000004"
+    change(newest)
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read"):
+        find_checkpoint(newest.parent)
+
+
+def test_state_with_keys_of_a_later_version_is_read(whole_run, tmp_path):
+    newest = cut_to(whole_run("asking ahead"), 4, tmp_path) / "checkpoints" / "step-000004"
+    change_state("later", 1)(newest)
+    newest_checkpoint = find_checkpoint(newest.parent)
+    assert newest_checkpoint is not None
+    assert newest_checkpoint.batch == 4
+
+
 def swap(file: str) -> Any:
     """Puts a file of another checkpoint into the newest one."""
     return lambda newest: shutil.copy(newest.parent / "step-000001" / file, newest / file)
@@ -528,6 +595,8 @@ DAMAGED_RECORDS = {
     "metrics without a step": ("metrics.jsonl", b'{"reward": 1}\n', "metrics.jsonl, line 1"),
     "events": ("events.jsonl", b"[]\n", "events.jsonl, line 1"),
     "environment": ("environment.json", b"[1]", "environment.json is damaged"),
+    "deep metrics": ("metrics.jsonl", DEEP.encode() + b"\n", "metrics.jsonl, line 1"),
+    "deep environment": ("environment.json", DEEP.encode(), "environment.json is damaged"),
 }
 
 

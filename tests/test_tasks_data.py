@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -21,6 +22,7 @@ from lagrpo.data.fingerprint import value_text
 from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import RowTask, custom, load_task
 from lagrpo.tasks.files import read_rows
+from lagrpo.tasks.splits import find_splits
 from lagrpo.types import JsonObject
 
 ROWS: list[JsonObject] = [{"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)]
@@ -516,3 +518,12 @@ def test_hub_datasets_are_asked_for_their_configuration_and_splits(monkeypatch):
         load_task(task_settings("gsm8k", data="openai/gsm8k"), seed=0)
     task = load("a/b", prompt_column="question", answer_column="answer")
     assert (task.size("train"), task.size("test")) == (27, 3)
+
+
+@pytest.mark.parametrize("file", ["data/train.parquet", "main/data/test.jsonl"])
+def test_root_of_a_clone_with_data_in_folders_names_them(tmp_path, file):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    (tmp_path / "README.md").touch()
+    with pytest.raises(ValueError, match=re.escape(str((tmp_path / file).parent))):
+        find_splits(str(tmp_path), hub="owner/name")

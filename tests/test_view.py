@@ -24,7 +24,7 @@ from test_cli import lagrpo as command
 import lagrpo
 from lagrpo.cli import main
 from lagrpo.runs import load_rollouts
-from lagrpo.runs.directory import HOLDER, locked
+from lagrpo.runs.directory import HOLDER, RunLockedError, locked
 from lagrpo.view.data import UNKNOWN, choose, collect, token_texts
 from lagrpo.view.serve import Server, view
 
@@ -423,6 +423,27 @@ def test_server_answers_with_newer_data_when_the_process_of_a_run_is_gone(served
     assert status == 200
     expected = "killed" if is_killed else "finished"
     assert unpack(packed)[0]["runs"][0]["status"][0] == expected
+
+
+HOLDERS = {
+    "empty": b"",
+    "not JSON": b"{",
+    "list": b"[1]",
+    "other keys": b'{"x": 1}',
+    "other types": b'{"pid": "1", "host": 2, "since": []}',
+    "binary": b"\xff\x00",
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", HOLDERS.values(), ids=HOLDERS)
+def test_damaged_lock_holder_is_ignored(tmp_path, content):
+    run = fill(make_run(tmp_path))
+    with locked(run.path):
+        (run.path / HOLDER).write_bytes(content)
+        collect([run.path], 10)
+        with pytest.raises(RunLockedError, match="another process is writing"), locked(run.path):
+            pass
 
 
 def test_server_prints_nothing_if_the_browser_has_gone(served, capsys):

@@ -153,6 +153,22 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
+def list_folders(directory: Path, *patterns: str) -> str:
+    """Returns the end of an error message with folders below a directory that hold such files.
+
+    It is "" if none does. A clone of the hub often has its files in folders.
+    """
+    folders: dict[str, None] = {}
+    for pattern in patterns:
+        for file in sorted([*directory.glob(f"*/{pattern}"), *directory.glob(f"*/*/{pattern}")]):
+            folders[str(file.parent)] = None
+    names = list(folders)
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f". Name a folder in it: {', '.join(names[:3])}{more}"
+
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo import logs
-from lagrpo.errors import find_nearest, one_line
+from lagrpo.errors import find_nearest, list_folders, one_line
 from lagrpo.machine import cache_directory
 from lagrpo.model.directory import check_directory, has_whole_weights
 
@@ -92,6 +92,8 @@ def check_path(name: str) -> None:
         weights = path / "weights" / "final"
         if weights.is_dir():
             problem += f". The model of this run is {weights}"
+        else:
+            problem += list_folders(path, "config.json", ADAPTER_CONFIG)
         raise ModelNotFoundError(problem)
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
     if name.startswith((".", "/", "~")) or not is_hub_id:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import one_line_errors
+from lagrpo.errors import list_folders, one_line_errors
 from lagrpo.tasks.columns import (
     ARROW_FLOATS,
     NARROW_TYPES,
@@ -147,6 +147,7 @@ def _group_by_split(files: Sequence[Path], path: Path, setting: str) -> dict[str
         raise ValueError(
             f"{setting}: {path}: name files that end in {', '.join(FORMATS)}: "
             "one for each split, or all its shards"
+            + list_folders(path, *(f"*{ending}" for ending in FORMATS))
         )
     return splits
 
