@@ -123,6 +123,14 @@ def test_settings_that_cannot_be_run_are_rejected_by_name():
             check_settings(settings(**sections))
 
 
+def test_groups_of_one_offline_completion_are_rejected(tmp_path):
+    file = tmp_path / "completions.jsonl"
+    file.write_text("{}", encoding="utf-8")
+    sections = {"offline": {"data": str(file)}, "rollout": {"num_generations": 1}}
+    with pytest.raises(SettingsError, match=r"rollout\.num_generations = 1"):
+        check_settings(settings(**sections))
+
+
 def test_lora_with_fsdp2_is_rejected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingsError, match="'fsdp2' trains all weights"):

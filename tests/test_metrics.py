@@ -98,14 +98,15 @@ def test_counts_rewards_and_staleness(used):
     assert {name: metrics[name] for name in expected} == expected
 
 
-def test_group_of_one_scored_completion_is_not_one_of_equal_rewards():
-    """Its reward is its advantage."""
+def test_group_of_one_scored_completion_counts_as_one_of_equal_rewards():
+    """Its advantage is 0."""
     right, wrong, unscored = Outcome.scored(1.0), Outcome.scored(0.0), Outcome.unscored("no")
     alone = group(completion([1], right))
     alone_with_score = group(completion([1], right), completion([1], unscored))
-    equal = group(completion([1], wrong), completion([1], wrong))
-    assert metrics_of(batch(alone, alone_with_score))["frac_reward_zero_std"] is None
-    assert metrics_of(batch(alone, alone_with_score, equal))["frac_reward_zero_std"] == 1.0
+    different = group(completion([1], right), completion([1], wrong))
+    nothing = group(completion([1], unscored))
+    assert metrics_of(batch(alone, alone_with_score))["frac_reward_zero_std"] == 1.0
+    assert metrics_of(batch(alone, different, nothing))["frac_reward_zero_std"] == 1 / 2
 
 
 UPDATE = {

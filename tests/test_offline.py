@@ -102,7 +102,7 @@ def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_
             trained(tmp_path, model, offline={"data": texts}, loss={"recipe": recipe})
 
 
-def test_share_of_equal_rewards_is_unknown_if_every_prompt_has_one_completion(tmp_path, model):
+def test_prompts_with_one_completion_each_give_no_signal_and_are_named(tmp_path, model, caplog):
     file = tmp_path / "texts.jsonl"
     rows = [row | {"prompt": f"Say {row['completion']}"} for row in TEXTS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -113,8 +113,9 @@ def test_share_of_equal_rewards_is_unknown_if_every_prompt_has_one_completion(tm
         loss={"recipe": "asymre"},
         schedule={"prompts_per_batch": 2, "batches": 1},
     )
-    assert sorted(row["advantage"] for row in load_rollouts(run)) != [0.0, 0.0]
-    assert load_metrics(run)[0]["frac_reward_zero_std"] is None
+    assert [row["advantage"] for row in load_rollouts(run)] == [0.0, 0.0]
+    assert load_metrics(run)[0]["frac_reward_zero_std"] == 1.0
+    assert "no prompt has two completions" in caplog.text
     assert verify_run(run, trust_run_code=True).differences == []
 
 

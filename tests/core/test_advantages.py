@@ -132,9 +132,10 @@ def test_rewards_that_differ_by_the_last_bit_have_variance():
 
 
 @pytest.mark.parametrize("advantage", OF_GROUPS, ids=name)
-def test_single_completion_keeps_its_reward(advantage):
-    assert bool(zero_variance(*in_one_group(tensor([0.7]))))
-    assert_close(of_group(advantage, [0.7]), tensor([0.7]))
+@pytest.mark.parametrize("reward", [0.7, -1.0, 100.0])
+def test_advantage_of_a_single_completion_is_zero(advantage, reward):
+    assert bool(zero_variance(*in_one_group(tensor([reward]))))
+    assert of_group(advantage, [reward]).tolist() == [0.0]
 
 
 # Several groups
@@ -201,6 +202,23 @@ def test_statistics_of_the_batch_do_not_depend_on_the_order_of_its_completions(a
     assert lengths is not None
     turned = AdvantageInputs(rewards[order], group[order], lengths[order])
     assert_close(advantage(turned), advantage(TWO_GROUPS)[order])
+
+
+def test_group_of_one_beside_another_in_statistics_of_the_batch_by_hand():
+    """Rewards (1, 3), and 102 alone: r - mu = (-1, 1, 0). All rewards have the mean 106/3 and the
+    variance (103^2 + 97^2 + 200^2)/9/2 = 3334.33. Of r - mu on 1, 2, 1 tokens the mean is 1/4,
+    the variance (25/16 + 2 * 9/16 + 1/16)/3 = 11/12."""
+    x = AdvantageInputs(double([1.0, 3.0, 102.0]), tensor([0, 0, 1]), tensor([1, 2, 1]))
+    scaled = double([-1.0, 1.0, 0.0]) / (30009 / 9) ** 0.5
+    assert_close(batch_scaled(x, std_offset=0.0), scaled)
+    whitened = double([-1.25, 0.75, -0.25]) / (11 / 12) ** 0.5
+    assert_close(batch_whitened(x, eps_variance=0.0), whitened)
+
+
+@pytest.mark.parametrize("advantage", OF_BATCHES, ids=name)
+def test_batch_of_one_completion_has_no_advantage(advantage):
+    x = AdvantageInputs(tensor([100.0]), tensor([0]), tensor([3]))
+    assert advantage(x).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("advantage", OF_BATCHES, ids=name)

@@ -5,12 +5,10 @@ knobs. Completions lie flat, with the index of their group, so a function may us
 group or of the whole batch.
 
 mu is the mean of a group, s0 its *biased* standard deviation (over G) as alpha sampled it, s1 the
-one over G - 1. Two conventions hold for every function here but those that scale by the whole
-batch:
-
-- a group of one completion has a baseline of 0, so its advantage is its reward;
-- a group whose rewards are all equal (and G > 1) has advantages of exactly 0, not a rounding error
-  blown up by a tiny standard deviation.
+one over G - 1. A group whose rewards are all equal says nothing about its completions, and neither
+does a group of one, whose mean is its only reward. Their advantages are exactly 0, not a rounding
+error blown up by a tiny standard deviation. Only `batch_whitened` then subtracts the mean over the
+batch.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def _count_groups(group_C: Tensor) -> int:
 
 
 def zero_variance(rewards_C: Tensor, group_C: Tensor) -> Tensor:
-    """True where s0 = 0: the groups that Eq. 8 of arXiv 2505.22257 leaves out.
+    """True where s0 = 0: the groups that Eq. 8 of arXiv 2505.22257 leaves out, and groups of one.
 
     Decided by equality of the rewards, as three rewards of 0.1 have a mean that is not 0.1.
     """
@@ -101,8 +99,7 @@ def sigma(rewards_C: Tensor, group_C: Tensor, eps_std: float) -> Tensor:
 def centered(x: AdvantageInputs) -> Tensor:
     """r - mu (Dr. GRPO, arXiv 2503.20783)."""
     advantage_C = x.rewards - group_mean(x.rewards, x.group)
-    advantage_C = advantage_C.masked_fill(zero_variance(x.rewards, x.group), 0.0)
-    return torch.where(group_size(x.group) == 1, x.rewards, advantage_C)
+    return advantage_C.masked_fill(zero_variance(x.rewards, x.group), 0.0)
 
 
 def normalized(x: AdvantageInputs, *, eps_std: float = 1e-4) -> Tensor:
@@ -144,12 +141,8 @@ def _bessel_factor(x: AdvantageInputs) -> Tensor:
 
 
 def _scaled(x: AdvantageInputs, scale_C: Tensor) -> Tensor:
-    """(r - mu) / scale [C]; 0 if the scale is 0.
-
-    The reward itself for a completion that is alone in its group.
-    """
-    advantage_C = (centered(x) / scale_C).masked_fill(scale_C == 0, 0.0)
-    return torch.where(group_size(x.group) == 1, x.rewards, advantage_C)
+    """(r - mu) / scale [C]; 0 if the scale is 0."""
+    return (centered(x) / scale_C).masked_fill(scale_C == 0, 0.0)
 
 
 # Scales of the whole batch
@@ -232,8 +225,7 @@ def log_mean_exp(x: AdvantageInputs, *, strength: float = 0.1) -> Tensor:
     # Differences to the maximum keep the exponentials from overflowing.
     largest_C = group_largest(x.rewards, x.group)
     mean_C = group_mean(((x.rewards - largest_C) / strength).exp(), x.group)
-    advantage_C = x.rewards - largest_C - strength * mean_C.log()
-    return torch.where(group_size(x.group) == 1, x.rewards, advantage_C)
+    return x.rewards - largest_C - strength * mean_C.log()
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

@@ -160,6 +160,11 @@ class OfflineData:
         return description
 
     @property
+    def has_comparisons(self) -> bool:
+        """True if a group has two completions or more, so that their rewards can be compared."""
+        return any(len(group.completions) > 1 for group in self._groups)
+
+    @property
     def has_logp(self) -> bool:
         """True if every completion has the log-probs of the policy that sampled it."""
         return all(completion.has_logp for completion in self._completions)

@@ -3,6 +3,8 @@
 Only scored completions take part, and of them only sampled tokens. `weight_C` carries the
 normalizer of the whole batch, so the losses of micro-batches and ranks only have to be added.
 
+A group of one scored completion counts as a group of equal rewards: its advantage is 0.
+
 A group whose rewards are all equal may have been replaced before (`replace_zero_variance` in
 loop.py). If it was not:
 
@@ -66,7 +68,7 @@ class Batch:
 
 
 def has_zero_variance(group: Group) -> bool:
-    """True if all rewards of a group are equal, or it has none."""
+    """True if all rewards of a group are equal, or it has fewer than two."""
     return len(set(group.rewards)) < 2
 
 

@@ -237,6 +237,11 @@ def build_offline(
             reads_logp=recipe.needs_rollout_logp,
         )
         check_logp(recipe, known=offline.has_logp)
+    if not offline.has_comparisons:
+        logger.warning(
+            "offline.data: no prompt has two completions, so their advantages over the group's "
+            "mean are 0, whatever their rewards"
+        )
     return offline
 
 

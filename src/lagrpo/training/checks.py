@@ -43,8 +43,7 @@ def check_settings(
                 check_options(evaluation_set.task)
     with as_settings_error("offline.data"):
         completion_files(settings.offline.data)
-    offline = bool(settings.offline.data) and settings.offline.fraction == 1
-    if settings.rollout.num_generations == 1 and not offline:
+    if settings.rollout.num_generations == 1:
         raise SettingsError(
             "rollout.num_generations = 1: GRPO compares completions of a prompt; set 2 or more"
         )

@@ -61,8 +61,8 @@ def batch_metrics(
     last = updates[-1] if updates else {}
     sync = step.state.sync
     completions = [c for group in groups for c in group.completions]
-    # A completion that is alone in its group has its reward as its advantage, so it gives a signal.
-    is_zero_variance = [has_zero_variance(group) for group in groups if len(group.rewards) > 1]
+    # A scored completion that is alone in its group has nothing to be compared with: no signal.
+    is_zero_variance = [has_zero_variance(group) for group in groups if group.rewards]
     return {
         "step": step.b,
         "policy_version": step.version,

@@ -93,10 +93,7 @@ def normalized_positive(group: ScoredGroup, *, eps_std: float) -> Tensor:
 
 
 def centered(group: ScoredGroup) -> Tensor:
-    """r - mu: Dr. GRPO, arXiv 2503.20783.
-
-    A group of one has no baseline, so the advantage is the reward. Equal rewards give exactly 0.
-    """
+    """r - mu: Dr. GRPO, arXiv 2503.20783. Equal rewards, and groups of one, give exactly 0."""
     return _scaled(group.rewards_G, scale=1.0)
 
 
@@ -106,13 +103,10 @@ def leave_one_out(group: ScoredGroup) -> Tensor:
 
 
 def leave_one_out_of(rewards_G: Tensor) -> Tensor:
-    """r - mean of the others, [G]; the reward itself in a group of one, 0 for equal rewards."""
-    G = len(rewards_G)
-    if G == 1:
-        return rewards_G
+    """r - mean of the others, [G]; 0 for equal rewards and in a group of one."""
     if _are_equal(rewards_G):
         return torch.zeros_like(rewards_G)
-    mean_of_others_G = (rewards_G.sum() - rewards_G) / (G - 1)
+    mean_of_others_G = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
     return rewards_G - mean_of_others_G
 
 
@@ -145,8 +139,6 @@ def red_drop(group: ScoredGroup) -> Tensor:
 def log_mean_exp(group: ScoredGroup, *, strength: float) -> Tensor:
     """r - strength log mean e^(r / strength): OPMD, arXiv 2501.12599; OAPL, arXiv 2602.19362."""
     rewards_G = group.rewards_G
-    if len(rewards_G) == 1:
-        return rewards_G
     log_mean = (rewards_G / strength).logsumexp(0) - math.log(len(rewards_G))
     return rewards_G - strength * log_mean
 
@@ -221,9 +213,7 @@ def _call_own_function(recipe: Recipe, groups: Sequence[ScoredGroup]) -> list[Te
 
 
 def _scaled(rewards_G: Tensor, scale: float) -> Tensor:
-    """(r - mu) / scale; the reward in a group of one, 0 for equal rewards or a scale of 0."""
-    if len(rewards_G) == 1:
-        return rewards_G
+    """(r - mu) / scale; 0 for equal rewards, in a group of one, and for a scale of 0."""
     if scale == 0 or _are_equal(rewards_G):
         return torch.zeros_like(rewards_G)
     return (rewards_G - _mean_in_order(rewards_G)) / scale

@@ -65,11 +65,7 @@ def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
 
 def _reward_metrics(rows: Sequence[Row], scored_groups: Sequence[Sequence[Row]]) -> Metrics:
     rewards = [row["reward"] for members in scored_groups for row in members]
-    have_equal_rewards = [
-        len({row["reward"] for row in members}) == 1
-        for members in scored_groups
-        if len(members) > 1
-    ]
+    have_equal_rewards = [len({row["reward"] for row in members}) == 1 for members in scored_groups]
     metrics: Metrics = {
         "reward": mean(rewards),
         "reward_std": None,
