@@ -192,15 +192,13 @@ def test_malformed_call_gets_an_error_as_its_reply():
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is not JSON"),
         ('{"name": "f", "parameters": {"x": 1', "the call is not JSON"),
     ]:
-        reply = Tools({"add": talkers.add}, talkers.same)().step(text)
+        reply = Tools({"add": talkers.add})().step(text)
         assert (reply.done, reply.messages[0]["role"]) == (False, "tool")
         assert problem in reply.messages[0]["content"]
 
 
 def use(name: str, **arguments: Any) -> str:
-    episode = Tools(
-        {f.__name__: f for f in (talkers.add, talkers.divide, talkers.broken)}, talkers.same
-    )()
+    episode = Tools({f.__name__: f for f in (talkers.add, talkers.divide, talkers.broken)})()
     episode.reset(PROMPT, KEY)
     call = json.dumps({"name": name, "arguments": arguments})
     (message,) = pickle.loads(pickle.dumps(episode)).step(f"<tool_call>{call}</tool_call>").messages
@@ -216,13 +214,10 @@ def test_calls_are_carried_out_and_mistakes_are_replies():
         use("broken", x=1)
 
 
-def test_answer_without_a_call_is_scored():
-    episode = Tools({"add": talkers.add}, talkers.same)()
+def test_turn_without_a_call_is_an_answer_for_the_reward_functions():
+    episode = Tools({"add": talkers.add})()
     episode.reset(PROMPT, KEY)
-    assert (episode.step("2"), episode.step("3")) == (
-        StepResult((), 1.0, True),
-        StepResult((), 0.0, True),
-    )
+    assert episode.step("2") == StepResult(done=True, is_answer=True)
 
 
 DRAFT = '<tool_call>{"name": "add", "arguments": {"x": 1, "y": 1}}</tool_call>'
@@ -244,7 +239,7 @@ DRAFT = '<tool_call>{"name": "add", "arguments": {"x": 1, "y": 1}}</tool_call>'
 )
 def test_calls_count_after_the_thinking_ends(text, calls):
     assert len(find_calls(text)) == calls
-    episode = Tools({"add": talkers.add}, lambda completion, answer: 1.0)()
+    episode = Tools({"add": talkers.add})()
     episode.reset(PROMPT, KEY)
     assert episode.step(text).done == (calls == 0)
 
@@ -278,36 +273,33 @@ def test_system_message_lists_tools_for_a_template_that_does_not():
         "type": "integer",
         "description": "The first.",
     }
-    messages = Tools({"add": talkers.add}, talkers.same, system_text([schema]))().reset(PROMPT, KEY)
+    messages = Tools({"add": talkers.add}, system_text([schema]))().reset(PROMPT, KEY)
     assert [message["role"] for message in messages] == ["system", "user"]
     assert '{"name": "add", "arguments": {"x": "...", "y": "..."}}' in messages[0]["content"]
     prompt = Prompt(3, ({"role": "system", "content": "Be brief."}, QUESTION), "2")
-    messages = Tools({"add": talkers.add}, talkers.same, "You can add.")().reset(prompt, KEY)
+    messages = Tools({"add": talkers.add}, "You can add.")().reset(prompt, KEY)
     assert messages[0] == {"role": "system", "content": "Be brief.\n\nYou can add."}
 
 
-def test_first_of_the_rewards_scores_the_answer_after_calls():
-    task = load_task(task_settings("arithmetic", tools=["calculator"], rewards=["exact"]), seed=0)
-    environment: Any = environment_of(task)
-    assert environment.reward("7", 7) == 1.0
-    several = task_settings("arithmetic", tools=["calculator"], rewards=["exact", "number"])
-    rewards = Rewards.from_reward(load_task(several, seed=0).reward)
-    assert [(reward.name, reward.is_of_environment) for reward in rewards.parts] == [
-        ("exact", True),
-        ("number", False),
-    ]
-    for options, message in [
-        (
-            {"name": "arithmetic", "tools": ["calculater"]},
-            "no tool 'calculater'.*Did you mean 'calculator'",
-        ),
-        (
-            {"name": "arithmetic", "tools": ["calculator"], "rewards": ["sample_rewards:short"]},
-            "the first reward is a function",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            load_task(task_settings(**options), seed=0)
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        pytest.param(["exact"], id="one"),
+        pytest.param(["exact", "number"], id="two"),
+        pytest.param(["sample_rewards:short", "sample_rewards:compute_score"], id="TRL, verl"),
+    ],
+)
+def test_environment_of_tools_may_give_the_first_of_all_rewards(rewards):
+    settings = task_settings("arithmetic", tools=["calculator"], rewards=rewards)
+    parts = Rewards.from_reward(load_task(settings, seed=0).reward).parts
+    assert [part.name for part in parts] == [reward.rpartition(":")[2] for reward in rewards]
+    assert [part.is_of_environment for part in parts] == [True, False][: len(rewards)]
+
+
+def test_unknown_tool_is_rejected_with_a_similar_name():
+    settings = task_settings("arithmetic", tools=["calculater"])
+    with pytest.raises(ValueError, match=r"no tool 'calculater'.*Did you mean 'calculator'"):
+        load_task(settings, seed=0)
 
 
 # ---- the task calculator and its tool ----

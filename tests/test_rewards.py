@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -31,6 +32,7 @@ from lagrpo.rewards.reward import (
     load_reward,
 )
 from lagrpo.rewards.texts import find_accepted, normal_form, text_after_thinking
+from lagrpo.rewards.worker import to_outcome
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
@@ -38,6 +40,7 @@ from lagrpo.settings.sections import RewardSettings
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
+from lagrpo.training.given_rewards import as_reward
 from lagrpo.training.run import train
 from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 from lagrpo.verify import verify_run
@@ -99,6 +102,34 @@ def test_every_signature_gets_the_arguments_that_it_promises():
         assert set(kwargs) == set(PASSED[style])
 
 
+@pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
+def test_column_of_the_data_does_not_replace_what_was_sampled(column):
+    (passed,) = arguments(sample_rewards.ranked, {"prompt": "1 + 1?", column: "of the data"})
+    assert passed["prompts"] == ["1 + 1?"] * 2
+    assert passed["completions"] == ["2", "x"]
+    assert passed["completion_ids"] == [[0, 1, 2], []]
+
+
+def test_option_that_a_partial_has_bound_stays():
+    (first, _) = arguments(partial(lambda completion, prefix, row: 0.0, prefix="mine"))
+    assert set(first) == {"completion", "row"}
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        pytest.param(lambda: Reward(Reward), id="class"),
+        pytest.param(lambda: Reward("exact"), id="name"),  # pyright: ignore[reportArgumentType]
+        pytest.param(lambda: Reward(exact, weight=float("nan")), id="weight"),
+        pytest.param(lambda: Reward(exact, range=5), id="range"),  # pyright: ignore[reportArgumentType]
+        pytest.param(lambda: Reward(exact, range=(0, float("inf"))), id="endless"),
+    ],
+)
+def test_reward_that_cannot_be_used_is_rejected_when_it_is_made(reward):
+    with pytest.raises(ValueError, match=r"class|function|range"):
+        reward()
+
+
 def test_function_of_another_signature_is_rejected():
     for function, row, message in [
         (
@@ -113,9 +144,50 @@ def test_function_of_another_signature_is_rejected():
             "takes 'levl'.*Did you mean 'level'",
         ),
         (lambda completion, /: 0.0, None, "takes 'completion': lagrpo passes .* by name"),
+        (
+            lambda prompts, completions, prompt: [],
+            {"prompt": "1 + 1?"},
+            "takes 'prompt'.*Did you mean 'prompts'",
+        ),
+        (lambda completion, completions: 0.0, {"completions": "x"}, "takes 'completions'"),
     ]:
         with pytest.raises(ValueError, match=message):
             Reward(function).check(row)
+
+
+# ---- as Python users give them ----
+
+
+class Judge:
+    """A reward whose class takes an argument."""
+
+    def __init__(self, grade: float) -> None:
+        self.grade = grade
+
+    def __call__(self, completion: str) -> float:
+        return self.grade
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        pytest.param(5, "neither a function nor a name", id="number"),
+        pytest.param([exact], "neither a function nor a name", id="list in a list"),
+        pytest.param(Judge, r"Judge.*'grade'.*options", id="class without its argument"),
+        pytest.param({"reward": Judge, "options": {"x": 1}}, "Judge.*'x'", id="option of a class"),
+        pytest.param({"reward": exact, "options": {"x": 1}}, "exact.*'x'", id="option"),
+        pytest.param({"reward": exact, "weight": "x"}, "exact.*weight", id="weight"),
+    ],
+)
+def test_reward_of_a_wrong_type_is_rejected_with_its_name(given, problem):
+    with pytest.raises(ValueError, match=problem) as raised:
+        as_reward(given)
+    assert "\n" not in str(raised.value)
+
+
+def test_class_in_a_table_becomes_an_object_with_its_options():
+    reward = as_reward({"reward": Judge, "options": {"grade": 0.5}, "weight": 2})
+    assert (reward.function(completion=""), reward.weight, reward.name) == (0.5, 2.0, "Judge")
 
 
 # ---- built-in rewards ----
@@ -407,6 +479,14 @@ def test_generator_that_cannot_be_a_reward_is_named(kind):
     (outcome,) = score(several(here=(function, {})), [make_group("7")])
     assert outcome.reward is None
     assert "generator" in outcome.reason
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 10**400, "1.0"])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["number", "verl"])
+def test_reward_that_is_not_a_finite_number_does_not_count(value, is_wrapped):
+    outcome = to_outcome({"score": value} if is_wrapped else value)
+    assert (outcome.kind, outcome.reward) == (OutcomeKind.UNSCORED, None)
+    assert "finite" in outcome.reason
 
 
 def test_failures_cost_their_completions_and_no_other_reward():

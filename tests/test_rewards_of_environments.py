@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from sample_rewards import letters
@@ -10,7 +14,7 @@ from test_talking_runs import settings
 
 import lagrpo
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import Reward, Rewards
+from lagrpo.rewards.reward import OURS, PASSED, Reward, Rewards
 from lagrpo.runs import load_rollouts
 from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
 from lagrpo.verify import verify_run
@@ -33,6 +37,71 @@ def completion(outcome: Outcome | None, *turns: str) -> Completion:
     return Completion(
         tokens, torch.zeros(3), tokens * 0, True, "".join(turns), outcome, turns=turns
     )
+
+
+CUT = Outcome(OutcomeKind.SCORED, 0.0, "cut after 8 turns")
+ANSWERED = Outcome(OutcomeKind.ANSWERED, reason="cut after 6 sampled tokens")
+
+
+class Everything:
+    """In our signature, with every argument by keyword only: 1 if all are right."""
+
+    def __call__(self, *, completion, answer, prompt=None, row=None, finished=None, num_tokens=0):
+        values = (completion, answer, prompt, row, finished, num_tokens)
+        return float(values == ("5", "5", [{"role": "user", "content": "?"}], {"n": 2}, True, 3))
+
+    async def wait(self, completion: str, **arguments: object) -> float:
+        return float(set(arguments) == set(PASSED[OURS]) - {"completion"})
+
+
+def with_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    return float((solution_str, ground_truth, extra_info) == ("5", "5", {"n": 2}))
+
+
+def with_trl(prompts: list[Any], completions: list[Any], n: list[int], **columns: Any) -> Any:
+    assert n == [2] * len(completions)
+    return [float(messages[0]["content"] == "5") for messages in completions]
+
+
+def test_answers_with_tools_are_scored_by_every_signature_with_all_arguments():
+    """Tools leave the answer to the rewards; an episode without an answer has 0 as its first."""
+    functions = {
+        "trl": with_trl,
+        "function": is_five,
+        "keywords": Everything(),
+        "asynchronous": Everything().wait,
+        "verl": partial(with_verl, "source"),
+        "prefix": lambda completion, prefix: float(prefix == "<later>"),
+    }
+    parts = [
+        Reward(function, name=name, weight=0.5, is_of_environment=name == "trl")
+        for name, function in functions.items()
+    ]
+    prompt = replace(PROMPT, row={"n": 2}, prefix="<first>")
+    episodes = (completion(ANSWERED, "call", "5", "5"), completion(CUT, "5", "", "5"))
+    group = Group(prompt, tuple(replace(episode, prefix="<later>") for episode in episodes))
+    with RewardPool(Rewards(tuple(parts))) as pool:
+        (scored,) = pool.score([group])
+    answered, cut = (c.outcome for c in scored.completions)
+    assert answered is not None
+    assert cut is not None
+    assert dict(answered.parts) == dict.fromkeys(functions, 1.0)
+    assert dict(cut.parts) == dict.fromkeys(functions, 1.0) | {"trl": 0.0}
+    assert (answered.reward, cut.reward) == (3.0, 2.5)
+    assert (answered.reason, cut.reason) == (ANSWERED.reason, CUT.reason)
+
+
+def test_function_without_a_name_scores_answers_and_no_other_episode():
+    def maybe_five(completion: str) -> float | None:
+        return None if completion == "none" else float(completion == "5")
+
+    rewards = Rewards((Reward(maybe_five, is_of_environment=True),))
+    outcomes = [ANSWERED, ANSWERED, CUT, None, ANSWERED]
+    answers = ["5", "6", "5", "5", "none"]
+    group = Group(PROMPT, tuple(map(completion, outcomes, answers)))
+    with RewardPool(rewards) as pool:
+        (scored,) = pool.score([group])
+    assert [c.reward for c in scored.completions] == [1.0, 0.0, 0.0, 1.0, None]
 
 
 def test_reward_of_the_environment_is_a_part_of_the_sum():
@@ -94,16 +163,29 @@ def test_run_with_an_environment_and_a_second_reward_is_verified(model, tmp_path
     assert report.compared["episodes"] > 0
 
 
-def test_tools_go_with_several_rewards(model, tmp_path):
+def test_run_with_tools_and_a_weighted_reward_of_each_group_is_verified(model, tmp_path):
+    """TRL's signature ranks the answers of a group."""
+    task = {
+        "name": "sample_task:load",
+        "tools": ["talkers:add"],
+        "rewards": [
+            {"name": "rank", "reward": "sample_rewards:ranked", "weight": 0.5},
+            "sample_rewards:letters",
+        ],
+    }
     result = lagrpo.train(
         settings(
             model,
             tmp_path,
-            task={"name": "sample_task:load", "tools": ["talkers:add"]},
+            task=task,
             rollout={"max_prompt_length": 700},
             schedule={"batches": 1},
-        ),
-        rewards=[is_five, lagrpo.Reward(letters, weight=0.5)],
+        )
     )
-    for row in load_rollouts(result.run):
-        assert row["reward"] == row["reward_is_five"] + 0.5 * row["reward_letters"]
+    rows = load_rollouts(result.run)
+    assert len({row["reward_rank"] for row in rows}) > 1
+    for row in rows:
+        assert row["reward"] == 0.5 * row["reward_rank"] + row["reward_letters"]
+    report = verify_run(result.run)
+    assert report.differences == []
+    assert report.compared["rewards"] > 0

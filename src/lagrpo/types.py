@@ -82,6 +82,8 @@ class Prompt:
 class OutcomeKind(StrEnum):
     """What became of a completion, as the column `outcome` has it."""
 
+    ANSWERED = "answered"
+    """its episode ended with an answer that the reward functions are still to score"""
     SCORED = "scored"
     """it has a reward"""
     UNSCORED = "unscored"
@@ -123,6 +125,7 @@ Range = tuple[float, float]
 class Outcome:
     """The end of a completion: scored, unscored or failed.
 
+        answered  an episode that is still to be scored
         scored    it has a reward
         unscored  its answer could not be scored
         failed    the rollout engine died

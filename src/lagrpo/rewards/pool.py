@@ -256,9 +256,12 @@ class RewardPool(WorkerPool):
         ]
         reward_jobs: list[RewardJob] = []
         for reward_index, reward in enumerate(self._rewards.parts):
-            if reward.is_of_environment:
-                continue
-            for completion_indices in _split_calls(reward, unscored):
+            to_score = [
+                index
+                for index in unscored
+                if not _is_given(reward, group.completions[index].outcome)
+            ]
+            for completion_indices in _split_calls(reward, to_score):
                 job = self._call_reward(reward_index, group, completion_indices)
                 reward_jobs.append(RewardJob(reward_index, completion_indices, job))
         return PendingGroup(group, unscored, reward_jobs)
@@ -266,7 +269,7 @@ class RewardPool(WorkerPool):
     def _needs_rewards(self, completion: Completion) -> bool:
         """True for a completion without an outcome, or with no more than its environment's."""
         outcome = completion.outcome
-        if outcome is None:
+        if outcome is None or outcome.kind == OutcomeKind.ANSWERED:
             return True
         is_scored_by_environment = bool(completion.turns) and outcome.kind == OutcomeKind.SCORED
         return self._rewards.have_environment and is_scored_by_environment and not outcome.parts
@@ -328,15 +331,24 @@ class RewardPool(WorkerPool):
     ) -> Outcome:
         """Returns the outcome of a completion from the rewards that were called, by index.
 
-        The environment has given its own already, with the reason why the episode ended.
+        An environment has given the reason why the episode ended, and maybe its own reward.
         """
-        given = completion.outcome or Outcome.unscored("")
-        outcomes = [
-            given if reward.is_of_environment else outcomes_of_rewards[reward_index]
-            for reward_index, reward in enumerate(self._rewards.parts)
-        ]
+        given = completion.outcome
+        outcomes: list[Outcome] = []
+        for reward_index, reward in enumerate(self._rewards.parts):
+            if given is not None and _is_given(reward, given):
+                outcomes.append(given)
+            else:
+                outcomes.append(outcomes_of_rewards[reward_index])
         outcome = self._rewards.combine(outcomes)
+        if given is None:
+            return outcome
         return replace(outcome, reason=outcome.reason or given.reason)
+
+
+def _is_given(reward: Reward, outcome: Outcome | None) -> bool:
+    """True if the environment has given this reward of a completion with this outcome."""
+    return reward.is_of_environment and outcome is not None and outcome.kind == OutcomeKind.SCORED
 
 
 def _split_calls(reward: Reward, completion_indices: Sequence[int]) -> list[Sequence[int]]:

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
+from numbers import Real
 from typing import Any, Protocol
 
 from lagrpo.core.references import describe_raised, load_reference
@@ -61,6 +62,9 @@ PASSED = {
     VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
 """Names of the arguments that lagrpo passes in each signature, without the columns of the data."""
+
+AS_PROMPTS = "prompt"
+"""The column that TRL's signature gets as `prompts`."""
 
 NOT_SCORED = "the reward function returned None"
 
@@ -125,13 +129,15 @@ def accept_any(score: Callable[[str, Any, str], float]) -> Callable[..., float]:
 class Reward:
     """One reward of a completion: `lagrpo.Reward(function, weight=0.2, range=(-1, 1))`.
 
+    - `function`: anything that is called, but for a class: an object of it
     - `weight`: the reward of a completion is the sum of weight x value
     - `range`: the smallest and the largest value, before weighting
     - `name`: the name in metrics and records; `lagrpo.train` takes the function's if it is empty
-    - `is_of_environment`: True if the environment of a completion gives the value
+    - `is_of_environment`: True if the environment of a completion may give the value; if it leaves
+      the answer to be scored, the function gives the value
 
-    Raises ValueError for a function whose signature is none of the three, and for a range that does
-    not go up.
+    Raises ValueError for something else than a function, for a function whose signature is none of
+    the three, and for a weight or range that cannot be used.
     """
 
     function: RewardFunction
@@ -141,7 +147,23 @@ class Reward:
     is_of_environment: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.function, type):
+            raise ValueError(
+                f"{self.function.__name__} is a class: give an object, "
+                f"such as {self.function.__name__}()"
+            )
+        if not callable(self.function):
+            raise ValueError(
+                f"{self.function!r:.80} is not a function; a table gives a built-in reward a "
+                'weight: {"reward": "exact", "weight": 0.2}'
+            )
         check_signature(self.title, self._parameters)
+        is_pair = isinstance(self.range, tuple | list) and len(self.range) == 2
+        if not is_pair or not _are_finite(self.weight, *self.range):
+            raise ValueError(
+                f"reward {self.title!r}: the weight is a number and the range two numbers, "
+                f"not {self.weight!r} and {self.range!r}"
+            )
         lowest, highest = self.range
         if not lowest < highest:
             raise ValueError(
@@ -188,14 +210,15 @@ class Reward:
         """
         passed_names = set(PASSED[self.style])
         if self.style == TRL and row is not None:
-            passed_names.update(row)
+            passed_names.update(row.keys() - {AS_PROMPTS})
         for name, parameter in self._parameters.items():
             if not _is_required(parameter):
                 continue
             if name not in passed_names or parameter.kind == parameter.POSITIONAL_ONLY:
                 raise ValueError(
                     f"reward function {self.title!r} takes {name!r}: lagrpo passes "
-                    f"{', '.join(sorted(passed_names))} by name.{suggest(name, passed_names)}"
+                    f"{', '.join(sorted(passed_names))} by name, and its options."
+                    f"{suggest(name, passed_names)}"
                 )
 
     def arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardKwargs]:
@@ -212,11 +235,22 @@ class Reward:
         return [self._select_accepted(kwargs) for kwargs in calls]
 
     def _select_accepted(self, kwargs: RewardKwargs) -> RewardKwargs:
-        """Returns the arguments that the function names, or all if it takes **kwargs."""
+        """Returns the arguments that the function names, or all if it takes **kwargs.
+
+        Options that a partial function has bound stay as they are.
+        """
         kinds = [parameter.kind for parameter in self._parameters.values()]
-        if inspect.Parameter.VAR_KEYWORD in kinds:
-            return kwargs
-        return {name: value for name, value in kwargs.items() if name in self._parameters}
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        bound_names = getattr(self.function, "keywords", {})
+        return {
+            name: value
+            for name, value in kwargs.items()
+            if name not in bound_names and (takes_all or name in self._parameters)
+        }
+
+
+def _are_finite(*numbers: object) -> bool:
+    return all(isinstance(number, Real) and math.isfinite(number) for number in numbers)
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -289,7 +323,7 @@ def _trl_kwargs(prompt: Prompt, completions: Sequence[Completion]) -> RewardKwar
     """
     columns: RewardKwargs = {"answer": prompt.answer}
     columns.update(prompt.row or {})
-    prompt_column = columns.pop("prompt", None)  # TRL passes this column as `prompts`
+    prompt_column = columns.pop(AS_PROMPTS, None)
     trl_prompt = prompt_column or _task_messages(prompt)
     trl_completions: list[object] = [completion.answer_text for completion in completions]
     if not isinstance(trl_prompt, str):
@@ -453,11 +487,7 @@ def load_reward(entry: RewardEntry, own: RewardFunction | Rewards | None) -> Rew
         with as_settings_error(f"task.rewards, {entry.name!r}: {entry.reward}"):
             check_class(function)
     try:
-        if inspect.isclass(function):
-            function = function(**entry.options)
-        elif entry.options:
-            inspect.signature(function).bind_partial(**entry.options)
-            function = partial(function, **entry.options)
+        function = bind_options(function, entry.options)
         check_arguments = WITH_OPTIONS.get(entry.reward)
         if check_arguments is not None:
             function(*check_arguments)
@@ -470,6 +500,19 @@ def load_reward(entry: RewardEntry, own: RewardFunction | Rewards | None) -> Rew
             f"task.rewards, {entry.name!r}: {entry.reward} raised {describe_raised(error)}"
         ) from error
     return Reward(function, weight=entry.weight, range=entry.range, name=entry.name)
+
+
+def bind_options(function: Callable[..., Any], options: Mapping[str, object]) -> Callable[..., Any]:
+    """Returns the function with these keyword arguments, or an object of a class made with them.
+
+    Raises TypeError for options that it does not take, and what the class raises.
+    """
+    if isinstance(function, type):
+        return function(**options)
+    if not options:
+        return function
+    inspect.signature(function).bind_partial(**options)
+    return partial(function, **options)
 
 
 def load_function(reference: str) -> Callable[..., Any]:

@@ -153,7 +153,8 @@ class Episode:
     """One completion's conversation.
 
     - `turns`: the texts so far, of the policy and the environment in turn
-    - `outcome`: how the episode ended; None before
+    - `outcome`: how the episode ended, with its reward unless this is for reward functions to give;
+      None before the end
     - `finished`: True if no limit ended it
     - `prefix`: the beginning of the policy's turn that the prompt, or the last reply, ends with
 
@@ -228,7 +229,10 @@ class Episode:
             if not self._turn_finished:
                 reasons.append(self._limit_reason)
             reason = "; ".join(filter(None, reasons))
-            self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, reason)
+            if reply.is_answer:
+                self.outcome = Outcome(OutcomeKind.ANSWERED, reason=reason)
+            else:
+                self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, reason)
             self.finished = self._turn_finished
             return ()
 

@@ -123,9 +123,8 @@ class RewardSettings(Section):
         if not isinstance(entry, dict) or "name" in entry:
             return entry
         reward = entry.get("reward")
-        if not isinstance(reward, str):
-            return entry
-        function_name = reward.rpartition(":")[2]
+        # Without a name of its own, the entry has one error, its reward, and not two.
+        function_name = reward.rpartition(":")[2] if isinstance(reward, str) else "unnamed"
         return {"name": re.sub(r"\W", "_", function_name), **entry}
 
     @model_validator(mode="after")

@@ -68,6 +68,7 @@ class StepResult:
     reward: float = 0.0  # so far; counts if the episode ends here
     done: bool = False
     reason: str = ""  # why it is done
+    is_answer: bool = False  # it is done, and the task's reward functions score the turn
 
 
 class TaskEntry(Protocol):
@@ -408,9 +409,11 @@ def complete_task(task: Task, tools: Sequence[str]) -> Task:
     Raises ValueError for unfit tools, and for reward functions that need an argument that neither
     lagrpo nor the data passes.
     """
-    if task.size("train"):
-        prompt = task.prompt("train", 0)
-        for reward in Rewards.from_reward(task.reward).parts:
+    first, *others = Rewards.from_reward(task.reward).parts
+    split = next((split for split in ("train", "test") if task.size(split)), None)
+    if split is not None:
+        prompt = task.prompt(split, 0)
+        for reward in (first, *others):
             reward.check(prompt.row)
         if prompt.tools and (tools or environment_of(task) is not None):
             logger.warning(
@@ -420,12 +423,9 @@ def complete_task(task: Task, tools: Sequence[str]) -> Task:
         return task
     from lagrpo.tasks.environments import make_tools
 
-    first, *others = Rewards.from_reward(task.reward).parts
-    environment = make_tools(tools, task)
-    if not others:
-        return copy_with(task, environment=environment, reward=environment.reward)
+    # An episode that a limit ends before the answer has the environment's first reward, 0.
     rewards = Rewards((replace(first, is_of_environment=True), *others))
-    return copy_with(task, environment=environment, reward=rewards)
+    return copy_with(task, environment=make_tools(tools, task), reward=rewards)
 
 
 def copy_with(task: AnyTask, **attributes: object) -> AnyTask:

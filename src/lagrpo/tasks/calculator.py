@@ -38,7 +38,7 @@ def load(
 ) -> RowTask:
     """Returns the task with problems of this seed, and so many solved `examples` before each."""
     rows = arithmetic.load(seed, operations=operations, digits=digits).rows
-    tools = Tools({"calculate": calculate}, arithmetic.score)
+    tools = Tools({"calculate": calculate})
     return RowTask("calculator", rows, partial(_ask, examples), arithmetic.score, environment=tools)
 
 

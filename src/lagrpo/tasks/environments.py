@@ -9,8 +9,8 @@ name of a function and its arguments, in the formats of four families:
     {"name": …, "parameters": {…}}                             Llama 3: the whole turn is the call
 
 The environment answers a turn with calls by their results, or by what is wrong with them, each in a
-message of the role "tool". A turn without calls is the answer, which the task's reward function
-scores. Calls that a policy drafts while it thinks do not count.
+message of the role "tool". A turn without calls is the answer, which the task's reward functions
+score. Calls that a policy drafts while it thinks do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lagrpo.errors import parse_json, suggest
 from lagrpo.rewards import worker
-from lagrpo.rewards.reward import OURS, RewardFunction, Rewards, load_function
+from lagrpo.rewards.reward import load_function
 from lagrpo.rewards.texts import text_after_thinking
 from lagrpo.tasks import (
     Environment,
@@ -115,8 +115,9 @@ def run_turn(
     reward = worker.to_outcome(step.reward).reward
     if reward is None:
         raise ValueError(f"its reward is {step.reward!r:.40}, not a finite number")
-    if step.done:
-        return StepResult((), reward, done=True, reason=worker.clean(step.reason)), b""
+    if step.done or step.is_answer:
+        reason = worker.clean(step.reason)
+        return StepResult((), reward, done=True, reason=reason, is_answer=step.is_answer), b""
     return StepResult(_to_json(step.messages), reward), pickle.dumps(environment)
 
 
@@ -147,9 +148,7 @@ class Tools:
     """An episode in which the policy may call functions, and the factory of such episodes."""
 
     functions: Mapping[str, Tool]
-    reward: RewardFunction  # scores an answer: reward(completion, answer)
     system: str = ""  # tells the policy of the functions; empty if its chat template does
-    answer: Any = None  # the reference answer of the episode
 
     def __call__(self) -> Tools:
         return replace(self)
@@ -162,7 +161,6 @@ class Tools:
         return [describe(function) for function in self.functions.values()]
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
-        self.answer = prompt.answer
         if not self.system:
             return prompt.messages
         return add_system(prompt.messages, self.system)
@@ -173,18 +171,12 @@ class Tools:
         except ValueError as error:
             return StepResult([{"role": "tool", "content": f"Error: {error}"}])
         if not calls:
-            return StepResult(reward=self._score(text, prefix), done=True)
+            return StepResult(done=True, is_answer=True)
         results = [
             {"role": "tool", "name": name, "content": self.call(name, arguments)}
             for name, arguments in calls
         ]
         return StepResult(results)
-
-    def _score(self, text: str, prefix: str) -> float:
-        """Returns the reward of an answer."""
-        if "prefix" in inspect.signature(self.reward).parameters:
-            return self.reward(text, self.answer, prefix=prefix)
-        return self.reward(text, self.answer)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Returns the result of a call, or its error, as the policy reads it."""
@@ -204,17 +196,11 @@ class Tools:
 def make_tools(names: Sequence[str], task: Task) -> Tools:
     """Returns the environment in which the policy may call these functions.
 
-    The task's first reward function scores the answer. Raises ValueError for a task that takes no
-    tools, and for unfit tools.
+    Raises ValueError for a task that takes no tools, and for unfit tools.
     """
     if environment_of(task) is not None:
         raise ValueError(
             f"task.tools: the task {task.name!r} has an environment and takes no tools; unset them"
-        )
-    reward = Rewards.from_reward(task.reward).parts[0]
-    if reward.style != OURS:
-        raise ValueError(
-            "task.tools: with tools, the first reward is a function f(completion, answer)"
         )
     functions: dict[str, Tool] = {}
     for name in names:
@@ -224,7 +210,7 @@ def make_tools(names: Sequence[str], task: Task) -> Tools:
             raise ValueError(
                 f"task.tools: two tools are named {function.__name__!r}: rename one of them"
             )
-    return Tools(functions, reward.function)
+    return Tools(functions)
 
 
 def _load_tool(name: str) -> Tool:

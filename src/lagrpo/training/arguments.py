@@ -56,8 +56,9 @@ def in_memory_arguments(
 def name_function(function: object) -> str:
     """The name of a function, or of an object's class, as "module:function"."""
     name = getattr(function, "__qualname__", None)
-    if name is not None:
-        return f"{function.__module__}:{name}"
+    module = getattr(function, "__module__", None)
+    if name is not None and module is not None:
+        return f"{module}:{name}"
     return f"{type(function).__module__}:{type(function).__qualname__}"
 
 
@@ -165,6 +166,8 @@ def build_task(settings: Settings, data: object, rewards: Sequence[object] | Non
     if not has_functions:
         return task
     parts = list(map(as_reward, rewards or ()))
+    if not any(part.weight for part in parts):
+        raise ValueError("rewards: all weights are 0, so every reward would be 0")
     names = [part.name for part in parts]
     for index, part in enumerate(parts):
         # Functions with the same name are told apart by their place in the list.

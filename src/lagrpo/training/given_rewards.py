@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias, cast
 
-from lagrpo.rewards.reward import Reward, load_reward
+from pydantic import ValidationError
+
+from lagrpo.rewards.reward import Reward, bind_options, load_reward
 from lagrpo.settings.sections import RewardSettings
 
 Table: TypeAlias = Mapping[str, Any]
@@ -42,7 +43,7 @@ def as_reward(given: Any) -> Reward:
     elif isinstance(given, Reward):
         reward = given
     elif callable(given):
-        reward = Reward(given)
+        reward = _read_table({"reward": given})
     else:
         raise ValueError(
             f"rewards: {given!r} is neither a function nor a name nor a table; "
@@ -56,13 +57,21 @@ def as_reward(given: Any) -> Reward:
 
 
 def _read_table(table: Table) -> Reward:
-    """Returns the reward of a table with a function.
+    """Returns the reward of a table with a function or a class.
 
-    Raises ValueError for keys that TOML has not.
+    Raises ValueError for keys that TOML has not, and for options that it does not take.
     """
-    # The settings check everything but the function, in whose place they get a name.
-    entry = RewardSettings.model_validate({"name": "x", **table, "reward": "exact"})
     function = table["reward"]
-    if entry.options:
-        function = partial(function, **entry.options)
+    title = getattr(function, "__name__", type(function).__name__)
+    try:
+        # The settings check everything but the function, in whose place they get a name.
+        entry = RewardSettings.model_validate({"name": "x", **table, "reward": "exact"})
+        function = bind_options(function, entry.options)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"rewards, {title}: {key}: {problem['msg']}") from error
+    except TypeError as error:
+        cure = "set its arguments in the options of a table"
+        raise ValueError(f"rewards, {title}: {error}: {cure}") from error
     return Reward(function, weight=entry.weight, range=entry.range, name=table.get("name", ""))

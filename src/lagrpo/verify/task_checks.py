@@ -66,23 +66,31 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
         score_again(run, task, chat, "train", groups, deadline=settings.task.reward_timeout)
     else:
         check_prompts(run, task, None)
-        reward_column = _column_of_environment(run, task)
-        for row in run.generated:
-            if row["outcome"] == OutcomeKind.SCORED:
-                prompt = task.prompt("train", row["prompt_id"])
-                check_episode(run, make_environment(), prompt, row, reward_column, chat)
+        reward_column = _column_of_environment(task)
+        groups: list[list[Row]] = []
+        for members in groups_of(run.generated):
+            prompt = task.prompt("train", members[0]["prompt_id"])
+            replayed: list[Row] = []
+            for row in members:
+                if row["outcome"] == OutcomeKind.SCORED:
+                    environment = make_environment()
+                    outcome = check_episode(run, environment, prompt, row, reward_column, chat)
+                    replayed.append(row | {"episode": outcome})
+            # The rewards of an unscored episode are unknown, and others may compare with it.
+            if len(replayed) == len(members):
+                groups.append(replayed)
+            else:
+                run.report.skip("rewards of groups with an unscored episode", len(members))
+        score_again(run, task, chat, "train", groups, deadline=settings.task.reward_timeout)
     check_evaluations(run, task, chat)
 
 
-def _column_of_environment(run: RecordedRun, task: Task) -> str:
-    """Returns the column of the rollouts with the reward that the environment has given."""
-    names = [
-        reward.name for reward in Rewards.from_reward(task.reward).parts if reward.is_of_environment
-    ]
-    if not names:
-        return "reward"
-    run.report.skip("other rewards of completions that talk to an environment")
-    return f"reward_{names[0]}"
+def _column_of_environment(task: Task) -> str:
+    """Returns the column of the rollouts with the reward that an environment gives."""
+    for reward in Rewards.from_reward(task.reward).parts:
+        if reward.is_of_environment and reward.name:
+            return f"reward_{reward.name}"
+    return "reward"
 
 
 def load_chat(run: RecordedRun) -> Chat:
@@ -175,10 +183,11 @@ def check_episode(
     row: Row,
     reward_column: str,
     chat: Chat,
-) -> None:
+) -> Outcome:
     """Checks an environment's replies and its reward, by sending it the policy's turns again.
 
-    `reward_column` is the column of the rollouts with the environment's reward.
+    `reward_column` is the column of the rollouts with the environment's reward. Returns the outcome
+    that the environment gives the episode.
     """
     completion_key = (row["step"], row["epoch"], row["prompt_id"], row["sample_index"])
     messages = environment.reset(prompt, (run.settings.run.seed, "sample", *completion_key))
@@ -195,8 +204,13 @@ def check_episode(
         contents = [str(message.get("content") or "") for message in result.messages]
         replies.append("\n".join(contents))
     # The run may have reached a limit of tokens or turns before the last reply was appended.
-    expected = {"replies": replies[: len(recorded_replies)], reward_column: result.reward}
+    expected: JsonObject = {"replies": replies[: len(recorded_replies)]}
+    outcome = Outcome(OutcomeKind.ANSWERED)
+    if not result.is_answer:
+        outcome = Outcome.scored(result.reward)
+        expected[reward_column] = result.reward
     run.report.compare("episodes", row["where"], expected, {**row, "replies": recorded_replies})
+    return outcome
 
 
 def score_again(
@@ -218,7 +232,7 @@ def score_again(
     unscored = []
     for members in groups:
         prompt = task.prompt(split, members[0]["prompt_id"] % task.size(split))
-        completions = tuple(_to_completion(row) for row in members)
+        completions = tuple(_to_completion(row, chat) for row in members)
         # Rewards may read how the tokenized prompt begins the answer.
         unscored.append(Group(chat.tokenize(prompt), completions))
     # A recorded run may have many completions without a reward: they must not end the replay.
@@ -232,15 +246,21 @@ def score_again(
         _compare_outcome(run, row, outcome)
 
 
-def _to_completion(row: Row) -> Completion:
+def _to_completion(row: Row, chat: Chat) -> Completion:
     """Returns what a reward may read of a recorded completion: its text, and how long it is."""
     zeros_T = torch.zeros(sum(row["loss_mask"]))
+    later_prefixes: list[str] = []
+    if row.get("messages"):
+        later_prefixes = chat.find_later_prefixes(row["token_ids"], row["loss_mask"])
     return Completion(
         token_ids=zeros_T,
         logp_alpha=zeros_T,
         versions=zeros_T,
         finished=row["finished"],
         text=row["completion"],
+        outcome=row.get("episode"),
+        turns=tuple(row.get("messages") or ()),
+        prefix=later_prefixes[-1] if later_prefixes else None,
     )
 
 
