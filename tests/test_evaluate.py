@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,15 @@ from scoring import make_group
 from lagrpo.core.estimators import clustered_interval
 from lagrpo.interrupts import Interrupted, deferring, interruptible
 from lagrpo.rewards.pool import RewardError, RewardPool
+from lagrpo.rewards.reward import Reward
+from lagrpo.rewards.reward import Rewards as SeveralRewards
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.runs.directory import Run
 from lagrpo.runs.evaluation_names import Moment
 from lagrpo.settings.schema import Settings
 from lagrpo.training.evaluation import EvalSet, Evaluation, Evaluations, compare, evaluate
 from lagrpo.training.ranks import Ranks
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
 
 Rewards = dict[int, list[float | None]]
 REWARDS: Rewards = {
@@ -95,6 +98,45 @@ def test_summary_and_records_by_hand():
     assert second["rewards"] == [0.0, None, 0.0, None]
     assert first["mean_length"] == (1 + 2 + 3 + 4) / 4
     assert first["completions"] == ["text 0", "text 1", "text 2", "text 3"]
+
+
+def test_completion_without_the_first_of_several_rewards_counts_neither_as_right_nor_as_wrong():
+    """Of 4, the first reward scores three: pass@1 1/3, pass@2 1 - C(2,2)/C(3,2) = 2/3."""
+    rewards = SeveralRewards(
+        (
+            Reward(sample_rewards.correct, name="correct"),
+            Reward(sample_rewards.letters, name="letters"),
+        )
+    )
+    values = [(1.0, 0.5), (0.0, 0.5), (None, 1.0), (0.0, None)]
+    outcomes = [
+        rewards.combine([Outcome(OutcomeKind.SCORED, first), Outcome(OutcomeKind.SCORED, second)])
+        for first, second in values
+    ]
+    prompt = Prompt(4, ({"role": "user", "content": "4?"},), "4")
+    completions = [replace(completion(0, 0.0), outcome=outcome) for outcome in outcomes]
+    sampled = [(Request(0, 0, prompt), Group(prompt, tuple(completions)))]
+    engine: Any = SimpleNamespace(sample=lambda requests, G, params: sampled)
+    reward_pool: Any = GivenRewards()
+    params = SamplingParams("evaluate", 1.0, 8)
+    evaluation = evaluate(EvalSet([], reward_pool, params, samples=4, rewards=rewards), engine)
+    (record,) = evaluation.records
+    assert (record["scored"], record["correct"]) == (3, 1)
+    assert record["is_correct"] == [True, False, None, False]
+    assert [bool(reason) for reason in record["reasons"]] == [False, False, True, False]
+    summary = evaluation.summary
+    assert (summary["pass@1"], summary["pass@2"], summary["unscored"]) == (1 / 3, 2 / 3, 1)
+    assert summary["reward"] == (1.5 + 0.5 + 1.0 + 0.0) / 4
+
+
+def test_evaluation_names_a_reward_outside_its_range():
+    rewards = SeveralRewards.from_reward(sample_rewards.correct)
+    sampled = [(None, Group(Prompt(0, ({"content": "?"},), "7"), (completion(0, 5.0),)))]
+    engine: Any = SimpleNamespace(sample=lambda requests, G, params: sampled)
+    reward_pool: Any = GivenRewards()
+    params = SamplingParams("evaluate", 1.0, 8)
+    evaluation = evaluate(EvalSet([], reward_pool, params, samples=1, rewards=rewards), engine)
+    assert len(evaluation.warnings) == 1
 
 
 def test_largest_k_is_the_number_of_samples():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -372,13 +373,44 @@ def test_the_weighted_sum_and_what_is_correct():
 def test_none_is_left_out_of_the_sum_and_an_error_leaves_the_completion_unscored():
     both = several(a=(exact, {}), b=(exact, {"weight": 0.5}))
     assert combine(both, None, 1.0) == Outcome(
-        OutcomeKind.SCORED, 0.5, parts={"a": None, "b": 1.0}, correct=True
+        OutcomeKind.SCORED, 0.5, parts={"a": None, "b": 1.0}, correct=None
     )
+    assert combine(both, 1.0, None).correct is True
+    assert combine(both, 0.0, None).correct is False
     assert combine(both, None, None).reason == "the reward function returned None"
     combined = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
     assert combined == Outcome(
         OutcomeKind.UNSCORED, None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None}
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "values", "problems"),
+    [
+        pytest.param({}, {}, (1.0, 0.0), [], id="inside"),
+        pytest.param({}, {}, (2.0, 0.0), ["'a'.*pass@1"], id="first, hidden in the sum"),
+        pytest.param({"weight": 0.5}, {}, (2.0, 0.0), ["'a'.*pass@1"], id="first, half weight"),
+        pytest.param({"weight": 0.0}, {}, (2.0, 0.0), ["'a'.*pass@1"], id="first, no weight"),
+        pytest.param({"range": (0, 2)}, {}, (2.0, 0.0), [], id="range of the first"),
+        pytest.param({"range": (-1, 0)}, {}, (1.0, 0.0), ["'a'.*pass@1"], id="negative range"),
+        pytest.param({}, {}, (1.0, -1.0), ["'b'.*improvement"], id="second"),
+        pytest.param({}, {"weight": 0.0}, (1.0, -1.0), [], id="second, no weight"),
+        pytest.param({}, {}, (None, 1.0), [], id="first does not score"),
+        pytest.param({}, {}, (5.0, 5.0), ["'a'.*pass@1", "'b'.*improvement"], id="both"),
+    ],
+)
+def test_values_outside_the_range_of_their_reward_are_named(first, second, values, problems):
+    rewards = several(a=(exact, first), b=(exact, second))
+    warnings = rewards.describe_outside([combine(rewards, 0.0, 0.0), combine(rewards, *values)])
+    assert len(warnings) == len(problems)
+    for warning, problem in zip(warnings, problems, strict=True):
+        assert re.search(problem, warning)
+
+
+@pytest.mark.parametrize(("value", "count"), [(1.0, 0), (5.0, 1)], ids=["inside", "outside"])
+def test_only_reward_without_a_name_lies_between_0_and_1(value, count):
+    rewards = Rewards.from_reward(exact)
+    assert len(rewards.describe_outside([Outcome.scored(value), Outcome.unscored("no")])) == count
 
 
 def test_every_signature_gives_each_completion_its_reward():

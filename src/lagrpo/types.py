@@ -139,7 +139,7 @@ class Outcome:
     parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     """each of several rewards by its name, unweighted; None for one that did not score"""
     correct: bool | None = None
-    """the decision of a task with several rewards; None: the reward decides (`is_correct`)"""
+    """the decision of the first of several rewards; None: unknown, because it did not score"""
 
     @staticmethod
     def scored(reward: float) -> Outcome:
@@ -154,14 +154,13 @@ class Outcome:
         return Outcome(OutcomeKind.FAILED, reason=reason)
 
 
-def is_correct(reward: float, reward_range: Range, *, decided: bool | None = None) -> bool:
-    """True if a scored completion counts as correct.
+def is_correct(reward: float | None, reward_range: Range) -> bool | None:
+    """True if a reward is the maximum of its range, so that its completion is correct.
 
-    A task with several rewards has `decided`; else the reward must be the maximum of
-    `reward_range`.
+    None if there is no reward. With several rewards, the first one decides (`Outcome.correct`).
     """
-    if decided is not None:
-        return decided
+    if reward is None:
+        return None
     largest = reward_range[1]
     return reward >= largest
 

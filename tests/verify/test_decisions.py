@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import sample_rewards
 
 from lagrpo.rewards.reward import Reward, Rewards
@@ -57,6 +58,21 @@ def test_recorded_decisions_agree():
 def test_changed_decision_of_an_evaluation_is_found():
     record = RECORD | {"is_correct": [True, True]}
     assert find_wrong_decisions(to_rows(record, "after.parquet")) == [("correct", False)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong_names"),
+    [
+        pytest.param({}, [], id="as it was"),
+        pytest.param({"scored": 2, "pass@1": 0.5}, ["scored", "pass@1"], id="counted as wrong"),
+    ],
+)
+def test_completion_without_the_first_reward_has_no_decision(changes, wrong_names):
+    record = RECORD | {"is_correct": [True, None], "scored": 1, "pass@1": 1.0} | changes
+    prompt = Prompt(0, ({"role": "user", "content": "3 + 4"},), "7")
+    run: Any = SimpleNamespace(report=Report("run"))
+    check_record(run, prompt, 1.0, record, "after.parquet, row 0")
+    assert [difference.name for difference in run.report.differences] == wrong_names
 
 
 def test_changed_decision_of_a_rollout_is_found():

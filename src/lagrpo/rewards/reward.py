@@ -18,7 +18,7 @@ import inspect
 import math
 import pickle
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from numbers import Real
@@ -372,7 +372,7 @@ class Rewards:
 
         The reward is the weighted sum. A reward that returned None (unscored without a reason) is
         left out of the sum. A reward that failed leaves the completion unscored. The first reward
-        in the sum decides whether the completion is correct.
+        decides whether the completion is correct; if it returned None, that is unknown.
         """
         if not self.names:
             return _give_reason(outcomes[0])
@@ -390,9 +390,43 @@ class Rewards:
         if not scored:
             return Outcome(OutcomeKind.UNSCORED, reason=NOT_SCORED, parts=values)
         total = math.fsum(reward.weight * value for reward, value in scored)
-        first_reward, first_value = scored[0]
-        correct = is_correct(first_value, first_reward.range)
+        correct = is_correct(outcomes[0].reward, self.parts[0].range)
         return Outcome(OutcomeKind.SCORED, total, parts=values, correct=correct)
+
+    def describe_outside(self, outcomes: Sequence[Outcome]) -> list[str]:
+        """Returns a warning for each reward that lies outside its range in one of the outcomes.
+
+        The sum is checked instead for outcomes without the rewards that it is made of.
+        """
+        warnings: list[str] = []
+        sums = [outcome.reward for outcome in outcomes if not outcome.parts]
+        range_of_sum = sum_ranges([(reward.weight, reward.range) for reward in self.parts])
+        if self.parts and _lie_outside(sums, range_of_sum):
+            warnings.append(_warn_of_range("rewards", range_of_sum, "pass@1 is wrong"))
+        for index, reward in enumerate(self.parts):
+            values = [outcome.parts.get(reward.name) for outcome in outcomes]
+            if not _lie_outside(values, reward.range):
+                continue
+            subject = f"values of the reward {reward.name!r}"
+            if index == 0:
+                warnings.append(_warn_of_range(subject, reward.range, "pass@1 is wrong"))
+            elif reward.weight != 0:
+                effect = "the metric improvement may be missing"
+                warnings.append(_warn_of_range(subject, reward.range, effect))
+        return warnings
+
+
+def _lie_outside(values: Iterable[float | None], reward_range: Range) -> bool:
+    low, high = reward_range
+    return any(not low <= value <= high for value in values if value is not None)
+
+
+def _warn_of_range(subject: str, reward_range: Range, effect: str) -> str:
+    low, high = reward_range
+    return (
+        f"{subject} lie outside [{low:g}, {high:g}], so {effect}: "
+        "set range in task.rewards, or give lagrpo.Reward(function, range=(low, high))"
+    )
 
 
 def _give_reason(outcome: Outcome) -> Outcome:

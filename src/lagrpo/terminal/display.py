@@ -401,8 +401,9 @@ def _sample(record: Metrics, reward_range: Range) -> Text:
         return Text(ABSENT)
     reward = record["rewards"][0]
     completion = record["completions"][0] or "(empty)"
-    decision = record.get("is_correct", [None])[0]
-    verdict = None if reward is None else is_correct(reward, reward_range, decided=decision)
+    # Records of several rewards say what is correct.
+    decisions = record.get("is_correct") or [is_correct(reward, reward_range)]
+    verdict = decisions[0]
     mark, style = MARKS[verdict]
     text = clipped(completion, MAX_CHARACTERS)
     return Text.assemble((f"{mark} ", f"bold {style}"), text)

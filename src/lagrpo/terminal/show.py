@@ -155,7 +155,9 @@ def _render_head(row: Row, reward_range: Range) -> Text:
     verdict = None
     reward = row["outcome"]
     if row["outcome"] == OutcomeKind.SCORED:
-        verdict = is_correct(row["reward"], reward_range, decided=row.get("correct"))
+        # Rows of several rewards say what is correct.
+        has_decision = "correct" in row
+        verdict = row["correct"] if has_decision else is_correct(row["reward"], reward_range)
         reward = f"{row['reward']:g}"
     parts = [f"{name} {formatted(value, 'g')}" for name, value in reward_columns(row).items()]
     if parts:

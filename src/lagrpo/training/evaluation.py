@@ -10,6 +10,7 @@ maximum of the range of rewards. Random numbers have the same keys every time, s
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -32,7 +33,7 @@ from lagrpo.logs import print_text, redact_values
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import Rewards
+from lagrpo.rewards.reward import NOT_SCORED, Rewards
 from lagrpo.rollout.base import Evaluator, Request, SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
@@ -61,6 +62,8 @@ from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
 from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
 
+logger = logging.getLogger("lagrpo")
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -68,6 +71,7 @@ class Evaluation:
 
     summary: JsonObject
     records: list[JsonObject] = field(repr=False)  # long: left out of what a notebook prints
+    warnings: Sequence[str] = ()  # of rewards outside their range
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ class EvalSet:
     samples: int  # completions per prompt
     seed: int = 0
     reward_range: Range = (0.0, 1.0)
-    rewards: Sequence[str] = ()  # names, if there are several
+    # Their names and ranges judge the completions.
+    rewards: Rewards = field(default_factory=lambda: Rewards(()))
     name: str = ""  # "" without sets
     every: int = 0  # batches between evaluations; 0: before and after training only
 
@@ -119,8 +124,16 @@ def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None
     # Groups come as they end; the order of the records must not depend on that or on the ranks.
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
     reward_pool.check_groups(groups)
-    records = [_record(group, eval_set.reward_range, eval_set.rewards) for group in groups]
-    return Evaluation(_summarize(records, eval_set), records)
+    rewards = eval_set.rewards
+    records = [_record(group, eval_set.reward_range, rewards.names) for group in groups]
+    warnings = rewards.describe_outside(
+        [outcome for group in groups for outcome in _outcomes(group)]
+    )
+    return Evaluation(_summarize(records, eval_set), records, warnings)
+
+
+def _outcomes(group: Group) -> list[Outcome]:
+    return [completion.outcome or Outcome.unscored("") for completion in group.completions]
 
 
 def _summarize(records: list[JsonObject], eval_set: EvalSet) -> JsonObject:
@@ -142,7 +155,7 @@ def _summarize(records: list[JsonObject], eval_set: EvalSet) -> JsonObject:
             summary[name] = sum(values) / len(values)
             summary[f"{name}_low"] = low
             summary[f"{name}_high"] = high
-    for name in eval_set.rewards:
+    for name in eval_set.rewards.names:
         mean = _mean_over_prompts([record[f"{REWARD}{name}"] for record in records])
         if mean is not None:
             summary[f"rewards/{name}/mean"] = mean
@@ -160,43 +173,53 @@ def _mean_over_prompts(rewards: Sequence[Sequence[float | None]]) -> float | Non
 
 
 def _record(group: Group, reward_range: Range, names: Sequence[str]) -> JsonObject:
-    """Returns the record of a prompt. `names` are the names of several rewards."""
+    """Returns the record of a prompt. `names` are the names of several rewards.
+
+    A completion without the first of them counts as unscored: it is unknown if it is correct.
+    """
     rewards = group.rewards
     completions = group.completions
-    outcomes = [completion.outcome or Outcome.unscored("") for completion in completions]
-    correct = sum(
-        is_correct(outcome.reward, reward_range, decided=outcome.correct)
-        for outcome in outcomes
-        if outcome.reward is not None
-    )
+    outcomes = _outcomes(group)
+    if names:
+        decisions = [outcome.correct for outcome in outcomes]
+    else:
+        decisions = [is_correct(outcome.reward, reward_range) for outcome in outcomes]
+    correct = decisions.count(True)
+    scored = correct + decisions.count(False)
+    reasons = [outcome.reason if outcome.reward is None else "" for outcome in outcomes]
+    for index, outcome in enumerate(outcomes):
+        if outcome.reward is not None and decisions[index] is None:
+            reasons[index] = f"{NOT_SCORED} (reward {names[0]!r})"
     count = len(completions)
-    record = {
+    record: JsonObject = {
         "prompt_id": group.prompt.key,
         "prompt": group.prompt.messages[-1]["content"],
         "answer": str(group.prompt.answer),
         "samples": count,
-        "scored": len(rewards),
+        "scored": scored,
         "correct": correct,
         "reward": sum(rewards) / len(rewards) if rewards else None,
-        "pass@1": correct / len(rewards) if rewards else None,
+        "pass@1": correct / scored if scored else None,
         "mean_length": sum(c.length for c in completions) / count,
         "clipped_ratio": sum(not c.finished for c in completions) / count,
         "num_turns": sum(c.policy_turns for c in completions) / count,
         "completions": [c.text for c in completions],
         "rewards": [c.reward for c in completions],
-        "reasons": [outcome.reason if outcome.reward is None else "" for outcome in outcomes],
+        "reasons": reasons,
     }
     if names:
         for name in names:
             record[f"{REWARD}{name}"] = [outcome.parts.get(name) for outcome in outcomes]
-        record["is_correct"] = [outcome.correct for outcome in outcomes]
+        record["is_correct"] = decisions
         record["tokens"] = [c.length for c in completions]
     return record
 
 
 def _measures(records: list[JsonObject], samples: int) -> dict[str, _Measure]:
     """Returns the reward and pass@k, for k = 1, 2, 4, … and `samples`."""
-    rewards = {record["prompt_id"]: record["reward"] for record in records if record["scored"]}
+    rewards = {
+        record["prompt_id"]: record["reward"] for record in records if record["reward"] is not None
+    }
     measures = {"reward": _Measure(rewards, float(samples))}
     powers_of_two = {1 << n for n in range(samples.bit_length())}
     for k in sorted({samples, *powers_of_two}):
@@ -329,7 +352,7 @@ class Evaluations:
         before = self.finished.get(evaluation_name(0, eval_set.name, Moment.BEFORE))
         if before is not None:
             summary |= compare(before, evaluation)
-        evaluation = Evaluation(summary, evaluation.records)
+        evaluation = replace(evaluation, summary=summary)
         self.add(name, evaluation)
         return evaluation
 
@@ -434,7 +457,7 @@ def build_eval_set(
         samples=set_settings.num_samples or defaults.num_samples,
         seed=settings.run.seed,
         reward_range=(set_settings.task or settings.task).reward_range,
-        rewards=Rewards.from_reward(setup.task.reward).names,
+        rewards=Rewards.from_reward(setup.task.reward),
         name=name,
         every=defaults.every if set_settings.every is None else set_settings.every,
     )
@@ -512,6 +535,8 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
         _print_progress(f"computation: {policy.model.computation}; sampling: {sampled_by}")
         eval_set = build_eval_set(settings, setup, EvalSetSettings(name="only"))
         evaluation = evaluate(eval_set, evaluator)
+    for text in evaluation.warnings:
+        logger.warning("%s", text)
     summary = {
         "model": settings.model.path,
         "task": task.name,

@@ -48,7 +48,7 @@ class Recorder:
         self.activity = "start"  # what the run is doing now
         self._unscored_by_batch = Counter[int]()  # completions without a reward
         self._shown_outcomes = set[OutcomeKind]()  # kinds of WITHOUT_REWARD that have had a line
-        self._warned_of_range = False
+        self._warnings_of_range = set[str]()  # that have been shown
 
     # Lines and events
 
@@ -84,7 +84,8 @@ class Recorder:
         """
         if not self.is_first:
             return {}, []
-        reward_names = Rewards.from_reward(self.components.main.task.reward).names
+        rewards = Rewards.from_reward(self.components.main.task.reward)
+        reward_names = rewards.names
         reward_range = self.settings.task.reward_range
         metrics = batch_metrics(step, reward_names, reward_range) | evaluation_metrics
         rows = list(
@@ -100,7 +101,10 @@ class Recorder:
         self._record_syncs(step)
         self.run.record(metrics)
         self._record_unscored(rows, step.b)
-        self._check_reward_range(rows, step.b)
+        completions = [c for group in step.batch.groups for c in group.completions]
+        outcomes = [c.outcome for c in completions if c.outcome is not None]
+        # Warnings name the last finished batch. This batch is finished once the loop state says so.
+        self._warn_of_range(rewards.describe_outside(outcomes), step.b - 1)
         return metrics, rows
 
     def _record_syncs(self, step: Step) -> None:
@@ -137,21 +141,12 @@ class Recorder:
                 count = f"{len(reasons)} of {len(rows)} completions are {kind}"
                 self.note(f"batch {batch}: {count}; the first: {reasons[0]}")
 
-    def _check_reward_range(self, rows: Sequence[JsonView], batch: int) -> None:
-        """Warns once of a reward outside the range of the settings."""
-        if self._warned_of_range:
-            return
-        low, high = self.settings.task.reward_range
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
-        if all(low <= reward <= high for reward in rewards):
-            return
-        self._warned_of_range = True
-        text = (
-            f"rewards lie outside [{low:g}, {high:g}], so pass@1 is wrong: "
-            "set range in task.rewards, or give lagrpo.Reward(function, range=(low, high))"
-        )
-        # Warnings name the last finished batch. This batch is finished once the loop state says so.
-        self.warn(text, batch - 1)
+    def _warn_of_range(self, warnings: Sequence[str], batch: int) -> None:
+        """Warns of rewards outside their range, of each of them once."""
+        for text in warnings:
+            if text not in self._warnings_of_range:
+                self._warnings_of_range.add(text)
+                self.warn(text, batch)
 
     def show_batch(self, metrics: Metrics, rows: Sequence[JsonView]) -> None:
         """Shows a batch, then passes it to the callbacks."""
@@ -183,6 +178,7 @@ class Recorder:
                 reason=reason,
             )
         self.note(line)
+        self._warn_of_range(evaluation.warnings, batch)
 
     # The start and the end
 

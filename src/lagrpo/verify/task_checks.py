@@ -337,7 +337,7 @@ def _summarize(run: RecordedRun, name: str, records: Sequence[Row]) -> JsonObjec
         next_line = run.metrics[step + 1].values
         summary["policy_version"] = next_line["policy_version"]
     summary["unscored"] = sum(record["samples"] - record["scored"] for record in records)
-    summary["reward"] = mean(record["reward"] for record in records if record["scored"])
+    summary["reward"] = mean(record["reward"] for record in records if record["reward"] is not None)
     powers_of_two = {1 << exponent for exponent in range(samples.bit_length())}
     for k in {samples, *powers_of_two}:
         summary[f"pass@{k}"] = mean(
@@ -369,23 +369,23 @@ def check_record(
 ) -> None:
     """Checks a prompt of an evaluation, and its counts and mean."""
     rewards = record["rewards"]
-    decisions = record.get("is_correct") or [None] * len(rewards)
-    scored_rewards: list[float] = []
-    correct = 0
-    for reward, decision in zip(rewards, decisions, strict=True):
-        if reward is None:
-            continue
-        scored_rewards.append(reward)
-        correct += reward >= largest_reward if decision is None else decision
+    scored_rewards = [reward for reward in rewards if reward is not None]
+    if "is_correct" in record:
+        # With several rewards, the first decides. If it returned None, the decision is missing.
+        decisions = [decision for decision in record["is_correct"] if decision is not None]
+    else:
+        decisions = [reward >= largest_reward for reward in scored_rewards]
+    scored = len(decisions)
+    correct = sum(decisions)
     expected = {
         "prompt_id": prompt.key,
         "answer": str(prompt.answer),
         "prompt": prompt.messages[-1]["content"],
         "samples": len(rewards),
-        "scored": len(scored_rewards),
+        "scored": scored,
         "correct": correct,
         "reward": mean(scored_rewards),
-        "pass@1": pass_at_k(len(scored_rewards), correct, 1) if scored_rewards else None,
+        "pass@1": pass_at_k(scored, correct, 1) if scored else None,
     }
     run.report.compare("evaluations", where, expected, record, SUM_TOLERANCE)
 

@@ -96,10 +96,13 @@ function ordinal(run, g) {
 
 const outcomeOf = (run, c) => run.rollouts.codes.outcome[run.rollouts.outcome[c]];
 const isScored = (run, c) => run.rollouts.outcome[c] === run.rollouts.scored;
-/** With several rewards the run recorded what is correct. */
-const isCorrect = (run, c) =>
-  isScored(run, c) &&
-  (Number.isNaN(run.rollouts.correct?.[c] ?? NaN) ? run.rollouts.reward[c] >= run.range[1] : run.rollouts.correct[c] === 1);
+/** True, false, or NaN if unknown. With several rewards the run recorded what is correct. */
+const correctnessOf = (run, c) => {
+  if (!isScored(run, c)) return NaN;
+  if (!run.rollouts.correct) return run.rollouts.reward[c] >= run.range[1];
+  return Number.isNaN(run.rollouts.correct[c]) ? NaN : run.rollouts.correct[c] === 1;
+};
+const isCorrect = (run, c) => correctnessOf(run, c) === true;
 const lengthOf = (run, c) => run.rollouts.first_token[c + 1] - run.rollouts.first_token[c];
 const batchesOf = (run) => run.rollouts.batches.map(([batch]) => batch);
 

@@ -243,8 +243,8 @@ function evaluationCompletions(run, row, title, range) {
     );
   const items = row.texts.map((text, n) => {
     const reward = row.rewards[n],
-      correct = !missing(reward) && (row.decided?.[n] ?? reward >= range[1]),
-      kind = missing(reward) ? "none" : correct ? "right" : "wrong",
+      correct = row.decided ? row.decided[n] : missing(reward) ? null : reward >= range[1],
+      kind = missing(correct) ? "none" : correct ? "right" : "wrong",
       parts = Object.entries(row.parts ?? {}).map(([name, values]) => `${visible(name)} ${show(values[n])}`);
     return el(
       "li",

@@ -12,7 +12,7 @@ const SORTS = {
 const OUTCOMES = {
   all: ["all", () => true],
   correct: ["correct", (run, c) => isCorrect(run, c)],
-  wrong: ["wrong", (run, c) => isScored(run, c) && !isCorrect(run, c)],
+  wrong: ["wrong", (run, c) => correctnessOf(run, c) === false],
   unscored: ["unscored", (run, c) => outcomeOf(run, c) === "unscored"],
   failed: ["failed", (run, c) => outcomeOf(run, c) === "failed"],
   cut: ["cut at the limit", (run, c) => !run.rollouts.finished[c]],

@@ -236,7 +236,10 @@ function groupPane(app, run, group, passes) {
 }
 
 const MARKS = { right: "✓", wrong: "✗", none: "?" };
-const kindOf = (run, c) => (!isScored(run, c) ? "none" : isCorrect(run, c) ? "right" : "wrong");
+const kindOf = (run, c) => {
+  const isRight = correctnessOf(run, c);
+  return Number.isNaN(isRight) ? "none" : isRight ? "right" : "wrong";
+};
 
 function completionHead(run, c) {
   const r = run.rollouts,
