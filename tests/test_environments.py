@@ -137,7 +137,7 @@ def test_calls_are_read_in_three_formats():
 )
 def test_turn_of_json_is_a_call_only_with_a_name_and_an_object_of_arguments(text, calls):
     assert find_calls(text) == calls
-    assert Tools({"f": talkers.add}, lambda completion, answer: 1.0).step(text).done == (not calls)
+    assert Tools({"f": talkers.add}).step(text).done == (not calls)
 
 
 def order(dish: str, count: int, rate: float, hot: bool, tags: list[str], note: str | None) -> str:
@@ -244,13 +244,9 @@ def test_calls_count_after_the_thinking_ends(text, calls):
     assert episode.step(text).done == (calls == 0)
 
 
-def has_prefix(completion: str, answer: object, prefix: str = "") -> float:
-    return float(prefix == "<think>\n")
-
-
 def test_turn_cut_in_a_thought_that_the_template_opened_neither_calls_nor_guesses():
-    tools = Tools({"add": talkers.add}, has_prefix)()
-    assert tools.step(f"Maybe {DRAFT}", prefix="<think>\n") == StepResult((), 1.0, True)
+    tools = Tools({"add": talkers.add})()
+    assert tools.step(f"Maybe {DRAFT}", prefix="<think>\n").is_answer
     game = GuessNumber()
     game.reset(Prompt(0, (QUESTION,), 19), ())
     assert not game.step("19 or so: 19", prefix="<think>\n").done
