@@ -15,7 +15,7 @@ import sample_rewards
 import torch
 from scoring import make_group
 
-from lagrpo.core.estimators import clustered_interval
+from lagrpo.core.estimators import clustered_interval, paired_interval
 from lagrpo.interrupts import Interrupted, deferring, interruptible
 from lagrpo.rewards.pool import RewardError, RewardPool
 from lagrpo.rewards.reward import Reward
@@ -159,6 +159,27 @@ def test_every_metric_has_an_interval_around_it():
     certain = evaluated({k: [1.0, 1.0] for k in range(20)}).summary
     assert certain["pass@1"] == certain["pass@1_high"] == 1
     assert certain["pass@1_low"] < 0.85
+
+
+@pytest.mark.parametrize(("k", "tries"), [(1, 4.0), (2, 2.0), (4, 1.0)])
+def test_interval_of_pass_at_k_counts_k_samples_as_a_try(k, tries):
+    """Two prompts with 1 of 4 correct and two with 2 of 4, so that no prompt is like the others."""
+    rewards: Rewards = {key: [1.0, float(key > 2), 0.0, 0.0] for key in (1, 2, 3, 4)}
+    summary = evaluated(rewards).summary
+    value_of = {1: (1 / 4, 2 / 4), 2: (3 / 6, 5 / 6), 4: (1.0, 1.0)}[k]
+    values_N = torch.tensor(value_of, dtype=torch.float64).repeat_interleave(2)
+    expected = clustered_interval(values_N, tries)
+    assert (summary[f"pass@{k}_low"], summary[f"pass@{k}_high"]) == pytest.approx(expected)
+
+
+def test_interval_of_a_change_of_pass_at_k_counts_k_samples_as_a_try():
+    before = evaluated({1: [1.0, 0.0, 0.0, 0.0], 2: [1.0, 1.0, 0.0, 0.0]})
+    after = evaluated({1: [1.0, 1.0, 0.0, 0.0], 2: [1.0, 0.0, 0.0, 0.0]})
+    before_N = torch.tensor([3 / 6, 5 / 6], dtype=torch.float64)
+    expected = paired_interval(before_N, before_N.flip(0), 4 / 2)
+    comparison = compare(before, after)
+    found = (comparison["pass@2_change_low"], comparison["pass@2_change_high"])
+    assert found == pytest.approx(expected)
 
 
 def test_correct_is_the_maximum_of_the_reward_range():

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sample_rewards
@@ -18,14 +22,19 @@ from tiny import TURNS, tiny_policy
 
 from lagrpo.errors import SettingsError
 from lagrpo.rewards.reasons import past_deadline
+from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
+from lagrpo.runs.directory import BEST
+from lagrpo.runs.evaluation_names import Moment, evaluation_name
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.tasks import RowTask
 from lagrpo.terminal.show import show
 from lagrpo.training.build_tasks import set_up_tasks
+from lagrpo.training.evaluation import EvalSet, Evaluation, Evaluations, build_eval_set
 from lagrpo.training.run import train
 from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run
@@ -188,6 +197,103 @@ def test_set_with_its_own_task_has_its_own_limits_of_time_and_turns():
         assert [(e.turns, e.deadline) for e in episodes if e is not None] == [(8, 5.0), (3, 0.5)]
         (group,) = setups["own"].reward_pool.score([make_group("hang")], max_without_reward=1.0)
         assert [outcome.reason for outcome in outcomes(group)] == [past_deadline(0.5)]
+
+
+# From settings to a set
+
+
+TRAINING: JsonObject = {
+    "rollout": {"temperature": 0.7, "max_completion_length": 6, "stop": ["\n"]},
+    "task": {"rewards": [{"reward": "sample_rewards:letters", "range": [-1.0, 3.0]}]},
+    "eval": {"num_prompts": 5, "num_samples": 3, "top_p": 0.9, "every": 4},
+}
+
+
+def built_set(sections: JsonObject, **values: object) -> EvalSet:
+    """The set "a" with these values in a run with these settings. Its requests are numbers."""
+    settings = Settings.model_validate(sections | {"run": {"seed": 11}})
+    setup: Any = SimpleNamespace(
+        prompts=SimpleNamespace(held_out=range),
+        reward_pool=None,
+        episodes=None,
+        task=SimpleNamespace(reward=sample_rewards.correct),
+    )
+    set_settings = EvalSetSettings.model_validate({"name": "a"} | values)
+    return build_eval_set(settings, setup, set_settings, set_settings.name)
+
+
+def test_set_without_values_has_those_of_the_run():
+    eval_set = built_set(TRAINING)
+    params = SamplingParams("evaluate a", tau=0.7, max_tokens=6, top_p=0.9, stop=("\n",))
+    assert eval_set.params == params
+    assert (len(eval_set.requests), eval_set.samples, eval_set.every) == (5, 3, 4)
+    assert (eval_set.seed, eval_set.name, eval_set.reward_range) == (11, "a", (-1.0, 3.0))
+
+
+def test_temperature_of_evaluations_replaces_the_one_of_training():
+    sections = TRAINING | {"eval": {"temperature": 0.5}}
+    assert built_set(sections).params.tau == 0.5
+    assert built_set(sections, temperature=0.2).params.tau == 0.2
+
+
+# Each key of a set: a value, and where the set has it.
+SET_VALUES: dict[str, tuple[Any, Callable[[EvalSet], object]]] = {
+    "name": ("b", lambda eval_set: eval_set.name),
+    "task": (
+        {"rewards": [{"reward": "sample_rewards:letters", "range": [0.0, 5.0]}]},
+        lambda eval_set: eval_set.reward_range,
+    ),
+    "every": (0, lambda eval_set: eval_set.every),
+    "num_prompts": (2, lambda eval_set: len(eval_set.requests)),
+    "num_samples": (7, lambda eval_set: eval_set.samples),
+    "temperature": (0.2, lambda eval_set: eval_set.params.tau),
+    "top_p": (0.4, lambda eval_set: eval_set.params.top_p),
+    "max_completion_length": (9, lambda eval_set: eval_set.params.max_tokens),
+}
+
+
+@pytest.mark.parametrize("key", EvalSetSettings.model_fields)
+def test_value_of_a_set_replaces_the_one_of_the_run(key):
+    value, read = SET_VALUES[key]
+    expected = (0.0, 5.0) if key == "task" else value
+    assert read(built_set(TRAINING, **{key: value})) == expected
+
+
+# The best policy
+
+
+def best_after(model_dir: Path, values: dict[int, float]) -> list[int]:
+    """The batches whose policy becomes the best, if pass@1 has these values by batch."""
+    metric = "pass@1"
+    components: Any = SimpleNamespace(
+        settings=SimpleNamespace(eval=SimpleNamespace(best_metric=metric, takes_place=False)),
+        trainer=SimpleNamespace(policy=SimpleNamespace(version=0)),
+    )
+    evaluations = Evaluations(components)
+    run: Any = SimpleNamespace(path=model_dir)
+    best = model_dir / "weights" / "best"
+    best.mkdir(parents=True, exist_ok=True)
+    batches = []
+    for batch, value in values.items():
+        name = evaluation_name(batch, "", Moment.BETWEEN)
+        evaluations.finished[name] = Evaluation({metric: value}, [])
+        facts = evaluations.find_best(run, batch, Moment.BETWEEN)
+        if facts is not None:
+            (best / BEST).write_text(json.dumps(facts), encoding="utf-8")
+            batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("values", "batches"),
+    [
+        pytest.param([0.5, 0.75, 0.25], [1, 2], id="higher later"),
+        pytest.param([0.5, 0.5, 0.5], [1], id="a tie keeps the first"),
+        pytest.param([0.25, 0.5, 0.5, 0.75], [1, 2, 4], id="a tie in between"),
+    ],
+)
+def test_policy_becomes_the_best_only_if_it_is_better(tmp_path, values, batches):
+    assert best_after(tmp_path, dict(enumerate(values, start=1))) == batches
 
 
 # Wrong input

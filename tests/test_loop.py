@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import sample_rewards
+import torch
 from running import Section, tiny_settings
-from scoring import make_group
+from scoring import make_completion, make_group
 
 from lagrpo.rewards.pool import RewardError, RewardPool
-from lagrpo.rollout.base import Request
+from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.prefetch import VersionError
+from lagrpo.rollout.prefetch import Prefetcher, VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.settings.load import load_settings
@@ -166,6 +167,49 @@ def test_token_of_another_version_stops_the_run(build_components, monkeypatch):
     ):
         steps.extend(train_loop(components, LoopState()))
     assert [step.b for step in steps] == [1]
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_wrong_version_at_any_token_is_found(position):
+    """The second completion has a token of version 3 among tokens of version 4."""
+    versions = torch.full((3,), 4)
+    versions[position] = 3
+    prefetcher = prefetcher_of(versions)
+    prefetcher.submit(range(1, 2), version=4)
+    with pytest.raises(VersionError, match="version 3 sampled a token, not version 4"):
+        list(prefetcher.get(1))
+    with pytest.raises(VersionError, match="version 3 sampled a token, not version 4"):
+        list(prefetcher.more([REPLACEMENT], version=4))
+
+
+def test_versions_that_were_announced_are_accepted():
+    """A reply of the environment has no version. Version 5 was synced while tokens were sampled."""
+    versions = torch.tensor([4, -1, 5])
+    is_sampled = torch.tensor([True, False, True])
+    prefetcher = prefetcher_of(versions, is_sampled)
+    prefetcher.submit(range(1, 2), version=4)
+    prefetcher.on_sync(5)
+    assert len(list(prefetcher.get(1))) == 1
+
+
+REPLACEMENT = Request(batch=1, epoch=-1, prompt=Prompt(9, (), None))
+
+
+def prefetcher_of(versions: torch.Tensor, is_sampled: torch.Tensor | None = None) -> Prefetcher:
+    """A prefetcher whose engine returns a completion of version 4, and one of these versions."""
+    right = make_completion("7", tokens=3)
+    completions = (
+        replace(right, versions=torch.full((3,), 4)),
+        replace(right, versions=versions, sampled=is_sampled),
+    )
+    engine: Any = SimpleNamespace(
+        syncs_in_flight=True,
+        sample=lambda requests, G, params: iter(
+            [(request, Group(request.prompt, completions)) for request in requests]
+        ),
+    )
+    request = Request(batch=1, epoch=0, prompt=Prompt(0, (), None))
+    return Prefetcher(engine, lambda b: [request], 2, SamplingParams("sample", 1.0, 3))
 
 
 def components_with_replacement(reward_pool: RewardPool, *texts: str) -> Any:

@@ -2,10 +2,13 @@
 
 import ast
 import re
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from losses import inputs
 from page_code import python_blocks
 
 from lagrpo.core.recipes import resolve
@@ -100,6 +103,84 @@ def test_knobs_that_the_table_names_belong_to_its_recipes(recipe, overrides):
     text = " ".join(text for _, text in ENTRIES)
     for knob in overrides:
         assert knob in {"filters", "advantage", "beta", "kl"} or f"loss.overrides.{knob}`" in text
+
+
+# TRL: 4 GPUs with 8 completions each, accumulated over 4 steps, make an update of 128 completions,
+# 16 prompts of 8. verl: the 512 prompts of a step make 4 updates of 128.
+WORKED: dict[str, tuple[dict[str, int], str, int]] = {
+    "trl:per_device_train_batch_size": (
+        {"this": 8, "GPUs": 4, "gradient_accumulation_steps": 4, "num_generations": 8},
+        "prompts_per_batch",
+        16,
+    ),
+    # A generation serves 8 micro-batches, which are two updates.
+    "trl:steps_per_generation": ({"this": 8, "gradient_accumulation_steps": 4}, "sync_every", 2),
+    "trl:generation_batch_size": (
+        {"this": 256, "completions of an update": 128},
+        "sync_every",
+        2,
+    ),
+    # 100 updates, two on each batch.
+    "trl:max_steps": ({"this": 100, "num_iterations": 2}, "batches", 50),
+    "verl:data.train_batch_size": ({"this": 512, "prompts_per_batch": 128}, "sync_every", 4),
+    # Each of the 4 updates of a step is a batch of lagrpo.
+    "verl:trainer.total_training_steps": ({"this": 100, "sync_every": 4}, "batches", 400),
+}
+"""The values of an entry's names, the setting that they decide, and its value."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, text in ENTRIES if re.search(r" [x/] ", text.replace("`", ""))]
+)
+def test_formula_of_a_translated_value_gives_the_worked_number(name):
+    values, setting, expected = WORKED[name]
+    assert solve(dict(ENTRIES)[name], values, setting) == expected
+
+
+def solve(text: str, values: dict[str, int], setting: str) -> float:
+    """The value of a setting by the equation of an entry; a product alone equals "this"."""
+    parts = re.split("[:;,] ", text.replace("`", ""))
+    equation = next(part for part in parts if " x " in part or " / " in part)
+    left, _, right = equation.partition(" = ")
+    factor = compute(left, values | {setting: 1})
+    return compute(right or "this", values) / factor
+
+
+def compute(expression: str, values: dict[str, int]) -> float:
+    """Products and quotients of names, from left to right."""
+    first, *others = re.split(r" ([x/]) ", expression)
+    result = float(values[first.rpartition(".")[2]])
+    for operator, name in zip(others[::2], others[1::2], strict=True):
+        number = values[name.rpartition(".")[2]]
+        result = result * number if operator == "x" else result / number
+    return result
+
+
+DEFAULT = re.compile(r"^`([a-z_.]+)`, (\S+) (?:by default|in both)")
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    sorted({(found[1], found[2]) for _, text in ENTRIES if (found := DEFAULT.match(text))}),
+)
+def test_default_of_a_translated_setting_is_the_one_here(setting, text):
+    """A knob of the loss has the default of recipe grpo. A dual clip at infinity is off."""
+    names = list_settings()
+    default: Any = names[setting].default if setting in names else None
+    if default is None:
+        knobs = resolve("grpo", {}).settings.items()
+        knob = setting.rpartition(".")[2]
+        (default,) = (value for name, value in knobs if name.rpartition(".")[2] == knob)
+    if default is False or default == inf:
+        default = "off"
+    assert text == default or float(text) == default
+
+
+def test_cap_of_cispo_is_one_more_than_its_setting():
+    """TRL's epsilon_high = 5 is lagrpo's 4: a ratio of e^3 = 20 counts as 5."""
+    recipe = resolve("cispo", {"epsilon_high": 4.0})
+    x = inputs([0.0], rollout=[-3.0])
+    assert recipe.differentiate(x, torch.ones(1)).gradient_T.tolist() == pytest.approx([-5.0])
 
 
 def test_both_scripts_of_the_page_train_on_the_same_batches(monkeypatch):

@@ -10,10 +10,11 @@ import torch
 from running import tiny_settings
 from test_episodes import episode_requests, make_episodes, talking_policy
 from test_sampling import requests_for
-from tiny import tiny_policy
+from tiny import tiny_policy, tiny_tokenizer
 from vllm_servers import FakeServer, Ours, choice, engine_of
 
 import lagrpo
+from lagrpo.model.chat import Chat
 from lagrpo.model.model import copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.stop import completes_stop, count_until_stop
@@ -52,6 +53,21 @@ def test_padding_inside_a_stop_text_is_not_in_the_text():
     assert CHAT.decode(tokens) == "xEND"
     assert completes_stop(CHAT, tokens, ("END",))
     assert not completes_stop(CHAT, [*tokens, PAD], ("END",))
+
+
+@pytest.mark.parametrize(
+    ("stop", "count"),
+    [("EN", 2), ("ND", 2), ("D", 2), ("xEN", 2), ("END.", 2), (". ", 3), ("N.", None)],
+    ids=["begins", "middle", "one letter", "from before", "whole", "reaches over", "absent"],
+)
+def test_stop_text_inside_a_token_ends_with_that_token(stop, count):
+    """The second token is "END.", behind "x" and before a space."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["END."])
+    chat = Chat(tokenizer, len(tokenizer), CHAT.eos_ids)
+    tokens = chat.encode("xEND. y", add_special_tokens=False)
+    assert len(tokens) == 4
+    assert count_until_stop(chat, tokens, (stop,)) == count
 
 
 def sample(stop: tuple[str, ...]) -> list[Any]:

@@ -26,7 +26,14 @@ from lagrpo.study.command import main, parse_options, run_missing
 from lagrpo.study.measures import RunResult, commit_text, is_evaluated, measure, parse_measure
 from lagrpo.study.report import format_interval, load_results, write_report
 from lagrpo.study.spec import Claim, Run, Study, load_study
-from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
+from lagrpo.study.statistics import (
+    Interval,
+    count_lacking,
+    judge,
+    paired_differences,
+    parse_claim,
+    t_quantile,
+)
 from lagrpo.types import JsonObject
 
 TESTS = Path(__file__).parent
@@ -138,6 +145,46 @@ def test_unfinished_study_compares_the_same_cells_on_both_sides():
     assert paired_differences(claim, values, ["method", "v"]) == {}
     values |= {(("plain", "v = 10"), 0): 5.0, (("masked", "v = 1"), 0): 4.0}
     assert paired_differences(claim, values, ["method", "v"]) == {0: 2.0}
+
+
+@pytest.mark.parametrize("claim", ["masked > plain", "plain > masked"])
+def test_cell_that_one_side_alone_has_leaves_the_seed_out(claim):
+    """Seed 0 has v = 10 with one method only. Seed 1 has both methods at both."""
+    values: dict[tuple[tuple[str, ...], int], float | None] = {
+        (("plain", "v = 1"), 0): 1.0,
+        (("masked", "v = 1"), 0): 2.0,
+        (("masked", "v = 10"), 0): 9.0,
+    }
+    differences = paired_differences(parse_claim(claim, GRID), values, ["method", "v"])
+    assert differences == {}
+    complete = {
+        (("plain", "v = 1"), 1): 0.0,
+        (("plain", "v = 10"), 1): 1.0,
+        (("masked", "v = 1"), 1): 2.0,
+        (("masked", "v = 10"), 1): 5.0,
+    }
+    differences = paired_differences(parse_claim(claim, GRID), values | complete, ["method", "v"])
+    assert {seed: abs(difference) for seed, difference in differences.items()} == {1: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("claim", "lacking"),
+    [
+        ("masked > plain", 3),
+        ("plain > masked", 3),
+        ("plain > 0.5", 2),
+        ("masked & v = 1 > plain & v = 1", 1),
+    ],
+)
+def test_runs_without_a_value_are_counted_on_both_sides(claim, lacking):
+    values = {
+        (("plain", "v = 1"), 0): 1.0,
+        (("plain", "v = 1"), 1): None,
+        (("plain", "v = 10"), 0): None,
+        (("masked", "v = 1"), 0): 2.0,
+        (("masked", "v = 10"), 0): None,
+    }
+    assert count_lacking(parse_claim(claim, GRID), values, ["method", "v"]) == lacking
 
 
 def test_claim_is_inconclusive_if_a_finished_run_lacks_the_value(tmp_path):

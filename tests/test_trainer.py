@@ -20,6 +20,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import OptimizerSettings
 from lagrpo.training.batch import assemble, micro_batches
 from lagrpo.training.build import build_trainer
 from lagrpo.training.ranks import Ranks
@@ -436,7 +437,115 @@ def test_activation_checkpointing_is_switched_on_without_a_warning():
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
-def test_betas_of_the_settings_are_those_of_adamw():
-    settings = Settings.model_validate({"optimizer": {"betas": [0.8, 0.95]}})
-    built = build_trainer(settings, resolve("dr_grpo", {}), tiny_policy(), Ranks())
-    assert [group["betas"] for group in built.optimizer.param_groups] == [(0.8, 0.95)] * 2
+# From settings to the trainer
+
+
+BASE = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+
+# Another value of each setting of the optimizer.
+CHANGED: dict[str, Any] = {
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "betas": [0.8, 0.95],
+    "weight_decay": 0.1,
+    "max_grad_norm": 1e-3,
+    "micro_batch_tokens": 20,
+    "gradient_checkpointing": True,
+    "offload_optimizer": True,
+    "scale_lr_by_ess": 1.0,
+    "log_gradient_cosine": True,
+    "dither_master_weights": False,
+}
+
+
+@pytest.fixture(scope="module")
+def stale_groups() -> list[Group]:
+    """Groups in bfloat16 that a policy with the same tokens and other weights sampled."""
+    groups = judge_groups(generate_groups(tiny_policy(dtype=torch.bfloat16), count=2))
+    return [
+        replace(
+            group,
+            completions=tuple(
+                replace(completion, logp_alpha=completion.logp_alpha * (1 + 0.02 * index))
+                for index, completion in enumerate(group.completions)
+            ),
+        )
+        for group in groups
+    ]
+
+
+def train_as_set(groups: list[Group], **sections: Any) -> dict[str, Any]:
+    """Two updates of a built trainer: all that they leave, and all that settings may change."""
+    settings = Settings.model_validate(sections | {"schedule": {"batches": 2}})
+    recipe = resolve("dr_grpo", {})
+    trainer = build_trainer(settings, recipe, tiny_policy(dtype=torch.bfloat16), Ranks())
+    batch = assembled(recipe, groups)
+    rows = trainer.pack(batch, settings.optimizer.tokens_in_micro_batch(on_gpu=False))
+    result: dict[str, Any] = {"micro-batches": len(rows)}
+    for update in range(2):
+        _, metrics = trainer.step(rows)
+        result |= {f"{name} of update {update}": value for name, value in metrics.items()}
+    for name, value in trainer.state().items():
+        result[name] = value.numpy().tobytes()
+    layers: Any = trainer.policy.model.decoder.layers
+    result["checkpointing"] = [layer.gradient_checkpointing for layer in layers]
+    # On a CPU the host's memory is the only one: nothing but the choice itself can be seen.
+    result["offloads"] = trainer.optimization.offload_moments
+    return result
+
+
+@pytest.fixture(scope="module")
+def as_set_by_default(stale_groups) -> dict[str, Any]:
+    return train_as_set(stale_groups, optimizer=BASE)
+
+
+def test_trainer_with_the_same_settings_is_the_same(stale_groups, as_set_by_default):
+    assert train_as_set(stale_groups, optimizer=BASE) == as_set_by_default
+
+
+@pytest.mark.parametrize("name", OptimizerSettings.model_fields)
+def test_every_setting_of_the_optimizer_changes_the_trainer(name, stale_groups, as_set_by_default):
+    changed = train_as_set(stale_groups, optimizer=BASE | {name: CHANGED[name]})
+    assert changed != as_set_by_default
+
+
+def test_seed_of_the_run_decides_the_dither_of_master_weights(stale_groups, as_set_by_default):
+    other = train_as_set(stale_groups, optimizer=BASE, run={"seed": 1})
+    masters = [name for name in other if name.startswith("master/")]
+    assert all(other[name] != as_set_by_default[name] for name in masters)
+
+
+def build(**sections: Any) -> Trainer:
+    """The trainer of a tiny policy as settings have it."""
+    settings = Settings.model_validate(sections)
+    return build_trainer(settings, resolve("dr_grpo", {}), tiny_policy(), Ranks())
+
+
+def test_learning_rate_of_the_settings_falls_over_all_updates():
+    """Three batches with two updates each: a warm-up of one, then from 1 to 0 in 4 steps."""
+    optimizer = {"learning_rate": 1.0, "lr_scheduler_type": "linear", "warmup_steps": 1}
+    trainer = build(optimizer=optimizer, schedule={"batches": 3, "num_iterations": 2})
+    rates = [trainer.optimization.rate(update) for update in range(6)]
+    assert rates == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_betas_and_decay_of_the_settings_are_those_of_adamw():
+    groups = build(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}).optimizer.param_groups
+    assert [group["betas"] for group in groups] == [(0.8, 0.95)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "expected"),
+    [pytest.param(1.0, 1.0, id="clipped"), pytest.param(0.0, 5.0, id="0 does not clip")],
+)
+def test_gradient_is_clipped_to_the_norm_of_the_settings(max_norm, expected):
+    """A gradient with the norm 5: AdamW's mean of gradients is a tenth of what it was given."""
+    trainer = build(optimizer={"max_grad_norm": max_norm})
+    parameter = trainer.masters.parameters[0]
+    parameter.grad = torch.zeros_like(parameter)
+    parameter.grad.view(-1)[:2] = torch.tensor([3.0, 4.0])
+    assert trainer.update()["grad_norm"] == pytest.approx(5.0)
+    mean_of_gradients = trainer.optimizer.state[parameter]["exp_avg"]
+    assert mean_of_gradients.norm().item() * 10 == pytest.approx(expected, rel=1e-4)

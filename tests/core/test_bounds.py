@@ -152,6 +152,27 @@ def test_gain_and_distances_from_samples_are_unbiased_at_every_group_size(G):
     assert float(estimates.sigma.max()) <= 1.0
 
 
+def test_theorem_1_from_samples_by_hand():
+    """Rewards 1 and 0: variance 1/4, so sigma^2 = .25 + .11 = .36, and A = ±.5 / .6."""
+    estimates = sampled(
+        double(1.0, 0.0), double(1.5, 0.5).log(), double(1.2, 0.8).log(), eps_std=0.11
+    )
+    assert float(estimates.surrogate) == pytest.approx((1.5 - 0.5) / 2 * 0.5 / 0.6)
+    assert float(estimates.tv) == pytest.approx(0.25)
+    assert float(estimates.tv_k) == pytest.approx(0.1)
+    # 5/12 - 2 · (.4/.6 · .25 + .1)
+    assert float(estimates.theorem1) == pytest.approx(5 / 12 - 2 * (1 / 6 + 1 / 10))
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_theorem_1_from_samples_is_exact_for_a_group_with_each_outcome_once(binary):
+    """alpha is uniform over four outcomes, so the group has exactly its distribution."""
+    pi, pi_k, _, r = cases(1_000, 4, seed=6, binary=binary)
+    alpha = torch.full_like(pi, 1 / 4)
+    estimates = sampled(r, (pi / alpha).log(), (pi_k / alpha).log(), eps_std=0.01)
+    assert_close(estimates.theorem1, theorem1(pi, pi_k, alpha, r, eps_std=0.01))
+
+
 @pytest.mark.parametrize("cap", [1.0, 1.5, 4.0])
 def test_the_capped_gain_is_a_bound_and_lacks_at_most_the_probability_beyond_the_cap(cap):
     pi, _, alpha, r = cases(20_000, 4, seed=4, binary=False)

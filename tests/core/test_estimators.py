@@ -60,6 +60,14 @@ def test_clustered_interval_at_its_ends():
     )
 
 
+def test_clustered_interval_of_nearly_equal_prompts_counts_no_more_tries_than_there_are():
+    """Values of 0.49 and 0.51 vary less than 320 tries of one prompt would."""
+    values_N = tensor([0.49, 0.51]).repeat(10)
+    low, high = clustered_interval(values_N, 16.0)
+    t = 2.0933
+    assert high - low == pytest.approx(t / (320 + t * t) ** 0.5, abs=1e-4)
+
+
 def covered(intervals: list[tuple[float, float]], truth: float) -> float:
     return sum(low <= truth + 1e-12 and truth <= high + 1e-12 for low, high in intervals) / len(
         intervals

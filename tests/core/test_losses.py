@@ -95,6 +95,15 @@ def test_gradient_of_the_first_tokens_ratio_reaches_the_tokens_of_its_level(rati
     assert_close(log_ratio_T.grad, tensor(expected))
 
 
+def test_length_normalized_ratio_limits_the_mean_and_not_the_sum():
+    """Four tokens of 10 nats: 40 nats in all, and a ratio of e^10."""
+    log_ratio_T = torch.full((4,), 10.0, requires_grad=True)
+    ratio_T = length_normalized(log_ratio_T, torch.zeros(4, dtype=torch.int64))
+    assert_close(ratio_T, torch.full((4,), 10.0).exp())
+    ratio_T[0].backward()
+    assert_close(log_ratio_T.grad, torch.full((4,), 10.0).exp() / 4)
+
+
 def test_ratios_beyond_20_nats_are_constant_and_have_no_gradient():
     x = inputs([-300.0, -20.5, -19.5, 19.5, 20.5, 300.0], [0.0] * 6, A=-1.0)
     assert_close(unclipped(x), -tensor([-20.0, -20.0, -19.5, 19.5, 20.0, 20.0]).exp())
