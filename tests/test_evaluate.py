@@ -172,6 +172,14 @@ def test_interval_of_pass_at_k_counts_k_samples_as_a_try(k, tries):
     assert (summary[f"pass@{k}_low"], summary[f"pass@{k}_high"]) == pytest.approx(expected)
 
 
+def test_interval_of_the_reward_counts_each_sample_as_a_try():
+    """Rewards of the range 0 to 2, with the means 1 and 1/2 of four samples each."""
+    rewards: Rewards = {1: [2.0, 2.0, 0.0, 0.0], 2: [2.0, 0.0, 0.0, 0.0]}
+    summary = evaluated(rewards, (0.0, 2.0)).summary
+    low, high = clustered_interval(torch.tensor([1 / 2, 1 / 4], dtype=torch.float64), 4.0)
+    assert (summary["reward_low"], summary["reward_high"]) == pytest.approx((2 * low, 2 * high))
+
+
 def test_interval_of_a_change_of_pass_at_k_counts_k_samples_as_a_try():
     before = evaluated({1: [1.0, 0.0, 0.0, 0.0], 2: [1.0, 1.0, 0.0, 0.0]})
     after = evaluated({1: [1.0, 1.0, 0.0, 0.0], 2: [1.0, 0.0, 0.0, 0.0]})

@@ -187,8 +187,15 @@ def test_versions_that_were_announced_are_accepted():
     versions = torch.tensor([4, -1, 5])
     is_sampled = torch.tensor([True, False, True])
     prefetcher = prefetcher_of(versions, is_sampled)
-    prefetcher.submit(range(1, 2), version=4)
+    prefetcher.submit(range(1, 3), version=4)
     prefetcher.on_sync(5)
+    assert [len(list(prefetcher.get(batch))) for batch in (1, 2)] == [1, 1]
+
+
+def test_missing_groups_of_a_resumed_run_may_have_the_version_that_it_resumed_with():
+    """Version 3 was announced for the batch. The sampler has version 4 now."""
+    prefetcher = prefetcher_of(torch.full((3,), 4))
+    prefetcher.restore({}, {1: [3]})
     assert len(list(prefetcher.get(1))) == 1
 
 
@@ -204,12 +211,14 @@ def prefetcher_of(versions: torch.Tensor, is_sampled: torch.Tensor | None = None
     )
     engine: Any = SimpleNamespace(
         syncs_in_flight=True,
+        version=4,
         sample=lambda requests, G, params: iter(
             [(request, Group(request.prompt, completions)) for request in requests]
         ),
     )
-    request = Request(batch=1, epoch=0, prompt=Prompt(0, (), None))
-    return Prefetcher(engine, lambda b: [request], 2, SamplingParams("sample", 1.0, 3))
+    prompt = Prompt(0, (), None)
+    params = SamplingParams("sample", 1.0, 3)
+    return Prefetcher(engine, lambda b: [Request(b, 0, prompt)], 2, params)
 
 
 def components_with_replacement(reward_pool: RewardPool, *texts: str) -> Any:

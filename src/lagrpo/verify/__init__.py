@@ -11,7 +11,7 @@ from pathlib import Path
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text
 from lagrpo.tasks import Task
-from lagrpo.verify import metric_checks, row_checks, task_checks, tokens
+from lagrpo.verify import metric_checks, row_checks, shifts, task_checks, tokens
 from lagrpo.verify.record import Difference, RecordedRun, Report
 
 __all__ = ["Difference", "Report", "print_report", "verify_run"]
@@ -42,7 +42,9 @@ def verify_run(
     problem = f"{recorded.path} cannot be replayed: a value is missing"
     with as_settings_error(problem, KeyError, TypeError):
         task_checks.check_rewards(recorded, task)
-        tokens.check_tokens(recorded, count, seed)
+        readings = tokens.read_rows(recorded, count, seed)
+        tokens.check_tokens(recorded, readings)
+        shifts.check_shifts(recorded, readings)
         row_checks.check_rows(recorded)
         row_checks.check_syncs(recorded)
         row_checks.check_versions(recorded)

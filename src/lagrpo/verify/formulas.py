@@ -1,4 +1,4 @@
-"""The formulas of `lagrpo verify`: advantages, KL, ESS, total variation, pass@k.
+"""The formulas of `lagrpo verify`: advantages, KL, ESS, total variation, learning rate, pass@k.
 
 Nothing here calls the functions that the trainer uses, so an error there shows as a difference. The
 one exception is an advantage function that the user wrote: its code is the only formula.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lagrpo.core.advantages import AdvantageInputs
 from lagrpo.core.objective import Recipe
+from lagrpo.settings.sections import OptimizerSettings
 
 MAX_LOG_RATIO = 20.0
 """Nats. Ratios of tokens are limited to e^-20 .. e^20."""
@@ -267,6 +268,27 @@ def total_variation(log_ratio_C: Tensor) -> float:
     if effective_sample_size(log_ratio_C) < MIN_ESS_SHARE * len(log_ratio_C):
         return (-ratio_minus_one_C).clamp(min=0.0).mean().item()
     return (ratio_minus_one_C.abs() / 2).mean().item()
+
+
+# ---- Learning rate ----
+
+
+def learning_rate(optimizer: OptimizerSettings, update: int, updates: int) -> float:
+    """The scheduled learning rate of update 0 .. updates - 1, before any scaling by the ESS.
+
+    It rises by equal steps to lr after `warmup_steps` updates. From there it is constant, or falls
+    to 0 at the last update, along a line or half a cosine.
+    """
+    lr = optimizer.learning_rate
+    warmup = optimizer.warmup_steps
+    if update < warmup:
+        return lr * (update + 1) / (warmup + 1)
+    if optimizer.lr_scheduler_type == "constant":
+        return lr
+    share_left = 1 - (update - warmup) / max(1, updates - 1 - warmup)
+    if optimizer.lr_scheduler_type == "cosine":
+        share_left = math.sin(math.pi / 2 * share_left) ** 2
+    return lr * max(0.0, share_left)
 
 
 # ---- Counts and means ----

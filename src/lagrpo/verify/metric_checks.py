@@ -60,6 +60,7 @@ def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
         **token_metrics(rows),
         **sequence_metrics(scored_groups, run.settings.task.reward_range),
         **_evaluation_metrics(run, step),
+        **_learning_rate(run, step, rows),
     }
 
 
@@ -105,6 +106,35 @@ def _staleness_metrics(rows: Sequence[Row]) -> Metrics:
         "staleness/mean": mean(staleness_T),
         "staleness/max": max(staleness_T, default=None),
     }
+
+
+def _learning_rate(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
+    """Returns the learning rate of the last update of a step; None if the step has no update.
+
+    Returns nothing if it depends on log-probs that are not recorded.
+    """
+    rows_of_objective = [row for row in rows if not row["excluded_reason"]]
+    if not rows_of_objective:
+        return {"learning_rate": None}
+    schedule = run.settings.schedule
+    optimizer = run.settings.optimizer
+    last_update = run.metrics[step].values["policy_version"] + schedule.num_iterations - 1
+    updates = schedule.batches * schedule.num_iterations
+    rate = formulas.learning_rate(optimizer, last_update, updates)
+    if not optimizer.scale_lr_by_ess:
+        return {"learning_rate": rate}
+    if schedule.num_iterations > 1:
+        run.report.skip("learning rates: they depend on log-probs between the updates of a step")
+        return {}
+    rows_of_known = [
+        row for row in rows_of_objective if None not in sampled(row, "rollout_logprobs")
+    ]
+    log_ratio_of_rows = log_ratios(rows_of_known)
+    if log_ratio_of_rows:
+        log_ratio_C = torch.stack([log_ratio_T.sum() for log_ratio_T in log_ratio_of_rows])
+        share = formulas.effective_sample_size(log_ratio_C) / len(log_ratio_C)
+        rate *= min(1.0, share / optimizer.scale_lr_by_ess) ** 0.5
+    return {"learning_rate": rate}
 
 
 def _evaluation_metrics(run: RecordedRun, step: int) -> Metrics:

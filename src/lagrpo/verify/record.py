@@ -170,6 +170,11 @@ class RecordedRun:
         self.fresh_prompts = _count_fresh_prompts(self.settings)
         self.report = Report(str(self.path))
 
+    def version_after(self, step: int) -> int | None:
+        """Returns the policy version after the updates of a step; None if no line has it."""
+        next_line = self.metrics.get(step + 1)
+        return None if next_line is None else next_line.values["policy_version"]
+
     def _list_unused_code(self, task: Task | None) -> list[str]:
         """Returns the beginnings of settings whose code the replay does not run."""
         unused = ["rollout.", "vllm."]

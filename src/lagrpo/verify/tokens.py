@@ -1,12 +1,9 @@
 """Samples and log-probs, token by token, against plain transformers.
 
 A token y sampled at the uniform number u is right when F(y - 1) <= u < F(y), with F the cumulative
-distribution of α over the vocabulary. F is recomputed, so tokens are judged in log-odds: logits
-that are off by at most e move the log-odds of any F by at most 2 e. A token whose u lies within
-MAX_SAMPLE_NOISE times the noise of a boundary is undecided.
-
-The noise comes from the run: it is the median error of a token's log-odds, which wrong values of up
-to half the tokens cannot move.
+distribution of α over the vocabulary. F is recomputed, so tokens are judged in log-odds, in units
+of the rounding noise of F (noise.py). A token whose u lies within MAX_NOISE of a boundary is
+undecided.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,22 +23,20 @@ from lagrpo.model.directory import check_directory, naming_damage
 from lagrpo.model.embedded import ALIASES, is_adapter, resolve_model
 from lagrpo.model.lora import load_adapter_config
 from lagrpo.rng import permutation, uniforms
+from lagrpo.verify.noise import (
+    MAX_NOISE,
+    boundary_noise,
+    float32_grain,
+    hidden_noise,
+    logit_noise,
+)
 from lagrpo.verify.record import RecordedRun, Row, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_SAMPLE_NOISE = 8.0
-"""Times the noise that u may lie outside its token's interval. Honest runs stay within half."""
-
-MAX_LOGP_NOISE = 24.0
-"""Times the noise that a log-prob may be off. Honest runs stay within half."""
-
-NOISE_RANGE = {"bfloat16": (1e-3, 0.15), "float32": (1e-6, 1e-2)}
-"""The smallest and the largest noise that a dtype explains, in log-odds."""
-
-FLOAT32_GRAIN = 2.0**-22
-"""Relative rounding of a logit in float32, with a margin."""
+COLUMNS = ("rollout_logprobs", "old_logprobs")
+"""log α and log π_k"""
 
 MAX_PROBABILITIES = 1 << 22
 """Probabilities in memory at once."""
@@ -106,21 +101,24 @@ class Reading:
 
     logp: Tensor
     """log-prob, nats"""
+    entropy: Tensor
+    """entropy of the distribution, nats"""
+    deviation: Tensor
+    """rounding noise of the log-prob, nats"""
     outside: Tensor
-    """distance of u from its token's interval, in log-odds; negative inside"""
+    """distance of u from its token's interval, in units of its noise; negative inside"""
     expected: Tensor
     """the token whose interval holds u"""
-    grain: Tensor
-    """how finely float32 resolves the log-prob"""
+    expected_logp: Tensor
+    """its log-prob, nats"""
 
     @staticmethod
     def concatenate(pieces: Sequence[Reading]) -> Reading:
-        return Reading(
-            logp=torch.cat([piece.logp for piece in pieces]),
-            outside=torch.cat([piece.outside for piece in pieces]),
-            expected=torch.cat([piece.expected for piece in pieces]),
-            grain=torch.cat([piece.grain for piece in pieces]),
-        )
+        columns = {
+            field.name: torch.cat([getattr(piece, field.name) for piece in pieces])
+            for field in fields(Reading)
+        }
+        return Reading(**columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,26 +134,68 @@ class RowReading:
         is_sampled = torch.tensor(self.row["loss_mask"])
         return is_sampled & (torch.tensor(self.row["policy_versions"]) == self.version)
 
+    def column(self, name: str) -> Tensor:
+        """Returns the recorded log-probs by this version, float64 [t], NaN for others and null.
 
-def read_tokens(scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor) -> Reading:
-    """Reads tokens y that were sampled at uniform numbers u from logits / temperature, float64."""
+        `name` is rollout_logprobs, of α, or old_logprobs, of π_k.
+        """
+        values = self.row[name]
+        if not values:
+            values = [None] * len(self.row["token_ids"])
+        numbers = [math.nan if value is None else value for value in values]
+        is_by_version = self.is_sampled_by_version()
+        if name == "old_logprobs":
+            is_pi_k = self.version == self.row["policy_version"]
+            is_by_version = torch.tensor(self.row["loss_mask"]) & is_pi_k
+        return torch.tensor(numbers, dtype=torch.float64).where(is_by_version, math.nan)
+
+
+def read_tokens(
+    scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor, *, hidden: float, dtype: str
+) -> Reading:
+    """Reads tokens y that were sampled at uniform numbers u from logits / temperature, float64.
+
+    `hidden` is the share of `hidden_noise` for a run in `dtype`.
+    """
     y = token_T.unsqueeze(1)  # [T, 1]
     u = uniform_T.unsqueeze(1)  # [T, 1]
     log_sum = scaled_TV.logsumexp(-1, keepdim=True)  # [T, 1]
     logit = scaled_TV.gather(1, y)  # [T, 1]
-    cdf_TV = (scaled_TV - log_sum).exp().cumsum(-1)
+    logp_TV = scaled_TV - log_sum
+    p_TV = logp_TV.exp()
+    logp = logit - log_sum  # [T, 1]
+    size_T = torch.maximum(logit.abs(), log_sum.abs()).squeeze(1)
+    logit_noise_T = logit_noise(scaled_TV, size_T, hidden, dtype)
+    log_odds_noise_T = math.sqrt(2) * logit_noise_T
+    grain_T = float32_grain(size_T, scaled_TV.shape[1])
+
+    cdf_TV = p_TV.cumsum(-1)
     # Rounding leaves the last value beside 1.
     cdf_TV = cdf_TV / cdf_TV[:, -1:]
-    upper = cdf_TV.gather(1, y)  # F(y), [T, 1]
-    lower = torch.where(y > 0, cdf_TV.gather(1, (y - 1).clamp(min=0)), 0.0)  # F(y - 1), [T, 1]
-    # logit(0) is -inf and logit(1) is inf: nothing lies below the first interval or above the last.
-    outside = torch.maximum(lower.logit() - u.logit(), u.logit() - upper.logit())
+    squares_TV = p_TV.square().cumsum(-1)
+
+    def distance_to_boundary(cdf: Tensor, squares_below: Tensor, sign: int) -> Tensor:
+        """The distance of u from a boundary F, in units of its noise, [T, 1]."""
+        noise = boundary_noise(cdf, squares_below, squares_TV[:, -1:])
+        # logit(0) is -inf and logit(1) is inf: nothing lies outside of the first and last boundary.
+        return sign * (u.logit() - cdf.logit()) / (noise * logit_noise_T.unsqueeze(1))
+
+    is_first = y == 0
+    before = (y - 1).clamp(min=0)
+    lower = torch.where(is_first, 0.0, cdf_TV.gather(1, before))  # F(y - 1), [T, 1]
+    squares_lower = torch.where(is_first, 0.0, squares_TV.gather(1, before))
+    outside = torch.maximum(
+        distance_to_boundary(lower, squares_lower, sign=-1),
+        distance_to_boundary(cdf_TV.gather(1, y), squares_TV.gather(1, y), sign=1),
+    )
     expected = torch.searchsorted(cdf_TV, u, right=True).clamp(max=cdf_TV.shape[1] - 1)
     return Reading(
-        logp=(logit - log_sum).squeeze(1),
+        logp=logp.squeeze(1),
+        entropy=-(p_TV * logp_TV).sum(-1),
+        deviation=-logp.squeeze(1).expm1() * log_odds_noise_T + grain_T,
         outside=outside.squeeze(1),
         expected=expected.squeeze(1),
-        grain=FLOAT32_GRAIN * torch.maximum(logit.abs(), log_sum.abs()).squeeze(1),
+        expected_logp=logp_TV.gather(1, expected).squeeze(1),
     )
 
 
@@ -170,37 +210,40 @@ def read_row(run: RecordedRun, model: PreTrainedModel, row: Row) -> Reading:
     # The logits before each completion token; the last position predicts a token after the end.
     output = model(input_ids=sequence, use_cache=False, logits_to_keep=T + 1)
     logits_TV = output.logits[0, :-1]
+    dtype = run.environment["dtype"]
+    hidden = hidden_noise(model, dtype, sequence.shape[1])
     chunk = max(1, MAX_PROBABILITIES // logits_TV.shape[1])
     pieces = []
     for start in range(0, T, chunk):
         part = slice(start, start + chunk)
         scaled_TV = (logits_TV[part] / run.settings.rollout.temperature).double()
-        pieces.append(read_tokens(scaled_TV, token_T[part], uniform_T[part]))
+        pieces.append(
+            read_tokens(scaled_TV, token_T[part], uniform_T[part], hidden=hidden, dtype=dtype)
+        )
     return Reading.concatenate(pieces)
 
 
-def check_tokens(run: RecordedRun, count: int | None, seed: int) -> None:
-    """Checks samples, log α and log π_k of `count` completions (None: all), chosen by `seed`."""
+def read_rows(run: RecordedRun, count: int | None, seed: int) -> list[RowReading]:
+    """Reads `count` completions (None: all), chosen by `seed`, under each version they need."""
     folders = find_weights(run)
     rows = _choose_rows(run, folders, count, seed)
     readings = []
     for version, folder in sorted(folders.items()):
-        rows_of_version = [row for row in rows if version in _versions_of(row)]
+        rows_of_version = [row for row in rows if version in _versions_of(run, row)]
         if not rows_of_version:
             continue
         # One model is in memory at a time.
         model = load_model(run, folder)
         for row in rows_of_version:
             readings.append(RowReading(row, version, read_row(run, model, row)))
-    smallest_noise, largest_noise = NOISE_RANGE[run.environment["dtype"]]
-    noise = measure_noise(readings, smallest_noise, largest_noise)
-    for reading in readings:
-        check_row(run, reading, noise)
+    return readings
 
 
-def _versions_of(row: Row) -> set[int]:
-    """Returns the versions whose log-probs the row has: of α at each token, and of π_k."""
-    return {row["policy_version"], *sampled(row, "policy_versions")}
+def _versions_of(run: RecordedRun, row: Row) -> set[int]:
+    """Returns the versions to read a row with: of α at each token, π_k, and the one after."""
+    versions = {row["policy_version"], *sampled(row, "policy_versions")}
+    version_after = run.version_after(row["step"])
+    return versions if version_after is None else versions | {version_after}
 
 
 def _choose_rows(
@@ -227,70 +270,43 @@ def _choose_rows(
     return rows_to_replay
 
 
-def column_of(row: Row, name: str) -> Tensor:
-    """Returns a column of log-probs, float64 [t], NaN for null."""
-    values = row[name]
-    if not values:
-        values = [None] * len(row["token_ids"])
-    numbers = [math.nan if value is None else value for value in values]
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def measure_noise(readings: Sequence[RowReading], smallest: float, largest: float) -> float:
-    """Returns the median error of a token's log-odds, within the two bounds.
-
-    An error e of a token's log-odds is an error e (1 - p) of its log-prob.
-    """
-    errors = [torch.tensor([smallest], dtype=torch.float64)]
+def check_tokens(run: RecordedRun, readings: Sequence[RowReading]) -> None:
+    """Checks samples, log α and log π_k, token by token."""
     for reading in readings:
-        logp = reading.tokens.logp  # [t]
-        gap = (column_of(reading.row, "rollout_logprobs") - logp).abs() - reading.tokens.grain
-        one_minus_p = -logp.expm1()  # [t]
-        is_version = torch.tensor(reading.row["policy_versions"]) == reading.version
-        # Near p = 1 the log-prob says next to nothing about the log-odds.
-        is_usable = is_version & (one_minus_p > 1e-3) & ~gap.isnan()
-        errors.append((gap.clamp(min=0) / one_minus_p)[is_usable])
-    median = torch.cat(errors).median().item()
-    return min(max(median, smallest), largest)
+        # Only the local engine draws from the keyed random numbers; vLLM has its own generator.
+        if run.settings.rollout.engine == "local":
+            _check_samples(run, reading)
+        for column in COLUMNS:
+            _check_logprobs(run, reading, column)
+    undecided = run.report.undecided["samples"]
+    compared = run.report.compared["samples"]
+    if undecided > compared / 2:
+        reason = f"samples, of {compared:,}: rounding leaves undecided which token is right"
+        run.report.skip(f"{reason}; their mean log-prob was checked", undecided)
 
 
-def check_row(run: RecordedRun, reading: RowReading, noise: float) -> None:
-    """Checks the tokens that a version sampled, their log α, and log π_k if it is π_k."""
-    row = reading.row
-    is_sampled_by_version = reading.is_sampled_by_version()
-    # Only the local engine draws from the keyed random numbers; vLLM has its own generator.
-    if run.settings.rollout.engine == "local":
-        _check_samples(run, reading, is_sampled_by_version, noise)
-    _check_logprobs(run, reading, "rollout_logprobs", is_sampled_by_version, noise)
-    is_sampled = torch.tensor(row["loss_mask"])
-    is_pi_k = reading.version == row["policy_version"]
-    _check_logprobs(run, reading, "old_logprobs", is_sampled & is_pi_k, noise)
-
-
-def _check_samples(run: RecordedRun, reading: RowReading, is_checked: Tensor, noise: float) -> None:
+def _check_samples(run: RecordedRun, reading: RowReading) -> None:
     """Checks that each token is the inverse of the cumulative distribution of α at its u."""
     row = reading.row
-    for t in is_checked.nonzero().flatten().tolist():
+    for t in reading.is_sampled_by_version().nonzero().flatten().tolist():
         token = row["token_ids"][t]
         outside = reading.tokens.outside[t].item()
         expected = token
-        if outside > MAX_SAMPLE_NOISE * noise:
+        if outside > MAX_NOISE:
             expected = int(reading.tokens.expected[t])
         where = f"{row['where']}, token {t}"
         run.report.compare("samples", where, {"token_ids": expected}, {"token_ids": token})
         # So close to a boundary, the noise could have moved u to the neighbor's interval.
-        if abs(outside) <= MAX_SAMPLE_NOISE * noise:
+        if abs(outside) <= MAX_NOISE:
             run.report.undecided["samples"] += 1
 
 
-def _check_logprobs(
-    run: RecordedRun, reading: RowReading, column: str, is_checked: Tensor, noise: float
-) -> None:
+def _check_logprobs(run: RecordedRun, reading: RowReading, column: str) -> None:
     """Checks the recorded log-probs of a column; null ones are left out."""
     logp = reading.tokens.logp  # [t]
-    tolerance = MAX_LOGP_NOISE * noise * -logp.expm1() + reading.tokens.grain  # [t]
-    recorded = column_of(reading.row, column)  # [t]
-    for t in (is_checked & ~recorded.isnan()).nonzero().flatten().tolist():
+    tolerance = MAX_NOISE * reading.tokens.deviation  # [t]
+    recorded = reading.column(column)  # [t]
+    for t in (~recorded.isnan()).nonzero().flatten().tolist():
         run.report.compare(
             column,
             f"{reading.row['where']}, token {t}",
