@@ -18,6 +18,9 @@ from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
+from lagrpo.settings.schema import Settings
+from lagrpo.training.build_engines import build_evaluator, build_sampler, sampling_params
+from lagrpo.training.ranks import Ranks
 from lagrpo.types import Group, Prompt
 
 either_computation = pytest.mark.usefixtures("either_computation")
@@ -204,3 +207,24 @@ def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
         for key in prefetch:
             for x, y in zip(prefetch[key].completions, lazy[key].completions, strict=True):
                 assert torch.equal(x.token_ids, y.token_ids)
+
+
+def test_samplers_of_a_run_have_the_values_of_its_settings():
+    sections = {
+        "run": {"seed": 11},
+        "rollout": {"max_num_seqs": 24, "max_completion_length": 7, "stop": ["x"]},
+    }
+    settings = Settings.model_validate(sections)
+    policy = tiny_policy(tau=0.5)
+    params = sampling_params(settings)
+    sampler = build_sampler(settings, policy, [], params, Ranks())
+    evaluator = build_evaluator(settings, policy, sampler, Ranks())
+    for engine in (sampler, evaluator):
+        assert isinstance(engine, LocalSampler)
+        assert (engine.seed, engine.max_num_seqs) == (11, 24)
+        assert (engine.params.max_tokens, engine.params.tau) == (7, 0.5)
+        # Training samples from a copy, evaluations from the policy as it is.
+        assert (engine.policy is policy) == (engine is evaluator)
+        # The parameters of an evaluation set have its stop texts.
+        assert engine.params.stop == (("x",) if engine is sampler else ())
+    assert (params.max_tokens, params.stop) == (7, ("x",))

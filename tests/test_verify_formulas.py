@@ -13,6 +13,8 @@ from lagrpo.core.advantages import AdvantageInputs
 from lagrpo.core.choices import CHOICES
 from lagrpo.core.objective import Recipe
 from lagrpo.core.pieces import piece
+from lagrpo.settings.sections import OptimizerSettings
+from lagrpo.training.trainer import Optimization
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import ScoredGroup, compute_advantages
 from lagrpo.verify.metric_checks import estimate_improvement
@@ -137,6 +139,27 @@ def test_formulas_of_samples_agree_with_those_of_core():
         bounded = kl.prefers_bounded(log_ratio_C)
         expected = float(kl.sampled_tv(log_ratio_C, bounded=bounded))
         assert formulas.total_variation(log_ratio_C) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3, 5, 9])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_learning_rate_agrees_with_the_trainer(kind, warmup):
+    """Six updates. The warm-up may end at the last one, or never."""
+    settings = OptimizerSettings.model_validate(
+        {"learning_rate": 0.5, "lr_scheduler_type": kind, "warmup_steps": warmup}
+    )
+    optimization = Optimization(lr=0.5, schedule=kind, warmup=warmup, updates=6)
+    for update in range(6):
+        rate = formulas.learning_rate(settings, update, 6)
+        assert rate == pytest.approx(optimization.rate(update), abs=1e-15)
+
+
+def test_learning_rate_by_hand():
+    settings = OptimizerSettings.model_validate(
+        {"learning_rate": 8.0, "lr_scheduler_type": "cosine", "warmup_steps": 1}
+    )
+    rates = [formulas.learning_rate(settings, update, 4) for update in range(4)]
+    assert rates == pytest.approx([4.0, 8.0, 4.0, 0.0])
 
 
 def test_pass_at_k_agrees_with_core_for_all_counts():

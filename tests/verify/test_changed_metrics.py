@@ -48,6 +48,35 @@ def test_small_changes_of_metrics_of_log_probs_are_found(run):
     assert sorted(difference.name for difference in differences) == sorted(names)
 
 
+def test_changed_learning_rate_is_found(run):
+    def add_a_hundredth(lines):
+        lines[1]["learning_rate"] *= 1.01
+
+    rewrite_metrics(run, add_a_hundredth)
+    (difference,) = find_differences(run, "metrics.jsonl, line 2", "learning_rate")
+    assert difference.expected == 1e-2
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param({"lr_scheduler_type": "cosine", "warmup_steps": 1}, id="schedule"),
+        pytest.param({"scale_lr_by_ess": 1.0}, id="effective sample size"),
+    ],
+)
+def test_learning_rate_follows_from_schedule_and_sample_size(model, tmp_path, optimizer):
+    """Batch 3 is stale, so its effective sample size is smaller than its number of completions."""
+    run = train_run(model, tmp_path, optimizer={"learning_rate": 1e-2} | optimizer)
+    assert len({line["learning_rate"] for line in load_metrics(run)}) > 1
+    assert verify_run(run, 1).differences == []
+
+    def halve(lines):
+        lines[2]["learning_rate"] = lines[2]["learning_rate"] / 2 + 1e-6
+
+    rewrite_metrics(run, halve)
+    assert find_differences(run, "metrics.jsonl, line 3", "learning_rate")
+
+
 @pytest.mark.parametrize(
     ("order", "name"),
     [

@@ -5,6 +5,7 @@ It says which file, row and token differ.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from changed_runs import (
     find_differences,
     rollouts_file,
     set_cell,
+    train_run,
 )
 
 from lagrpo.runs import load_rollouts
@@ -149,3 +151,21 @@ def test_swapped_weights_are_found_in_the_steps_that_they_sampled(run):
     assert wrong_logps[rollouts_file(1)] == 0
     assert wrong_logps[rollouts_file(2)] > 10
     assert wrong_logps[rollouts_file(3)] > 10
+
+
+@pytest.mark.parametrize("temperature", [0.9, 1.1])
+def test_run_in_bfloat16_at_another_temperature_is_found(model, tmp_path, temperature):
+    """The settings say 1 afterwards. The slope of the errors is the share of the change."""
+    sections = {"model": {"dtype": "bfloat16"}, "rollout": {"temperature": temperature}}
+    sections["rollout"] |= {"num_generations": 8, "max_completion_length": 12}
+    run = train_run(model, tmp_path, **sections)
+    assert verify_run(run, None).differences == []
+
+    config = run / "config.toml"
+    text = config.read_text(encoding="utf-8")
+    changed = re.sub(rf"(?m)^temperature = {temperature}$", "temperature = 1.0", text)
+    assert changed != text
+    config.write_text(changed, encoding="utf-8")
+    slopes = find_differences(run, "old_logprobs", "slope of errors on log-probs", recomputed=None)
+    (difference,) = slopes
+    assert float(difference.recorded) == pytest.approx(1 / temperature - 1, abs=0.03)
