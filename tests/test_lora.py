@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ from lagrpo.model.lora import (
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.files import MODE
+from lagrpo.settings.load import load_settings
+from lagrpo.training.build import load_policy_and_servers
 from lagrpo.training.master_weights import MergedState
+from lagrpo.training.ranks import Ranks
 from lagrpo.verify import verify_run
 
 LORA = Lora(r=4, alpha=8.0, seed=3)
@@ -352,3 +356,15 @@ def test_updates_on_three_ranks_are_the_same_bits_as_on_one(ranks):
     results = ranks.run(five_updates, options, True, size=3)
     assert same(MergedState([rank.state for rank in results]), alone.state)
     assert all(same(rank.weights, alone.weights) for rank in results)
+
+
+def test_seed_of_the_run_decides_where_adapters_start(model, tmp_path):
+    starts = []
+    for seed in (1, 1, 2):
+        sections = tiny_settings(model, tmp_path, model={"lora_r": 2}, run={"seed": seed})
+        with ExitStack() as undo:
+            settings = load_settings(sections)
+            policy, _ = load_policy_and_servers(settings, {}, Ranks(), None, undo)
+        starts.append(torch.cat([weight.flatten() for weight in policy.weights.values()]))
+    assert torch.equal(starts[0], starts[1])
+    assert not torch.equal(starts[0], starts[2])

@@ -6,7 +6,10 @@ function would agree with it and find nothing.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 from changed_runs import train_run
 from torch import Tensor
 
@@ -75,3 +78,14 @@ def test_wrong_formula_in_training_is_found_in_every_column_that_uses_it(
         difference.name for difference in verify_run(run, 1, trust_run_code=True).differences
     }
     assert columns <= different
+
+
+def test_updates_with_the_wrong_sign_are_found(model, tmp_path, monkeypatch):
+    """At a small learning rate the change of log-probs is the one of first order."""
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", partial(adamw, maximize=True))
+    sections = {"optimizer": {"learning_rate": 1e-4}, "rollout": {"num_generations": 32}}
+    sections["rollout"] |= {"max_completion_length": 6, "max_prompt_length": 64}
+    run = train_run(model, tmp_path, **sections)
+    checks = {difference.check for difference in verify_run(run, None).differences}
+    assert checks == {"update directions"}
