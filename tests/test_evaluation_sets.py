@@ -276,7 +276,7 @@ def best_after(model_dir: Path, values: dict[int, float]) -> list[int]:
     batches = []
     for batch, value in values.items():
         name = evaluation_name(batch, "", Moment.BETWEEN)
-        evaluations.finished[name] = Evaluation({metric: value}, [])
+        evaluations.finished[name] = Evaluation({"step": batch, metric: value}, [])
         facts = evaluations.find_best(run, batch, Moment.BETWEEN)
         if facts is not None:
             (best / BEST).write_text(json.dumps(facts), encoding="utf-8")

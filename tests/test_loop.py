@@ -192,11 +192,13 @@ def test_versions_that_were_announced_are_accepted():
     assert [len(list(prefetcher.get(batch))) for batch in (1, 2)] == [1, 1]
 
 
-def test_missing_groups_of_a_resumed_run_may_have_the_version_that_it_resumed_with():
-    """Version 3 was announced for the batch. The sampler has version 4 now."""
+def test_missing_groups_of_a_resumed_run_are_sampled_by_an_announced_version():
+    """The sampler has version 4."""
     prefetcher = prefetcher_of(torch.full((3,), 4))
-    prefetcher.restore({}, {1: [3]})
+    prefetcher.restore({}, {1: [3, 4]})
     assert len(list(prefetcher.get(1))) == 1
+    with pytest.raises(VersionError, match="version 3"):
+        prefetcher.restore({}, {2: [3]})
 
 
 REPLACEMENT = Request(batch=1, epoch=-1, prompt=Prompt(9, (), None))

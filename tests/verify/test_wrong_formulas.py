@@ -87,5 +87,5 @@ def test_updates_with_the_wrong_sign_are_found(model, tmp_path, monkeypatch):
     sections = {"optimizer": {"learning_rate": 1e-4}, "rollout": {"num_generations": 32}}
     sections["rollout"] |= {"max_completion_length": 6, "max_prompt_length": 64}
     run = train_run(model, tmp_path, **sections)
-    checks = {difference.check for difference in verify_run(run, None).differences}
-    assert checks == {"update directions"}
+    differences = verify_run(run, None, trust_run_code=True).differences
+    assert {difference.check for difference in differences} == {"update directions"}
