@@ -27,6 +27,7 @@ def act(completion: str, answer: object) -> object:
         "fill": lambda: float(len(bytearray(int(argument) << 20))),
         "nan": lambda: math.nan,
         "nothing": lambda: None,
+        "run": lambda: run(argument),
         "modules": lambda: sum(
             module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")
         ),
@@ -36,6 +37,20 @@ def act(completion: str, answer: object) -> object:
 
 def fail(error: Exception) -> None:
     raise error
+
+
+def run(code: str) -> float:
+    """Executes code that a policy has written."""
+    exec(code, {"os": os})
+    return 1.0
+
+
+async def run_awaited(completion: str) -> float:
+    return run(completion)
+
+
+def run_together(completions: list[str], **columns: object) -> list[float]:
+    return [run(completion) for completion in completions]
 
 
 def correct(completion: str, answer: str) -> float:

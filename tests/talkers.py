@@ -62,11 +62,13 @@ class Saying(Counting):
 
 
 class Wordy(Counting):
-    """Raises, hangs, exits or gives a bad reward, as the policy's turn says."""
+    """Raises, interrupts, hangs, exits or gives a bad reward, as the policy's turn says."""
 
     def step(self, text: str) -> StepResult:
         if text == "raise":
             raise RuntimeError("broken")
+        if text == "interrupt":
+            raise KeyboardInterrupt
         if text == "hang":
             time.sleep(60)
         if text == "exit":

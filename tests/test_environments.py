@@ -56,6 +56,7 @@ def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
     _, state = say(wordy, "a")
     for text, reason in [
         ("raise", "the environment raised RuntimeError: broken"),
+        ("interrupt", "the environment raised KeyboardInterrupt"),
         ("hang", "no reward within 1 s"),
         ("exit", "the worker process ended with exit code 3"),
         ("nan", "the environment raised ValueError: its reward is nan"),

@@ -3,8 +3,11 @@ completion only."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +16,11 @@ import pytest
 import sample_rewards
 from scoring import make_completion, make_group, outcomes
 
+from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.rewards.pool import RewardError, RewardPool
+from lagrpo.rewards.reasons import depends_on_machine
+from lagrpo.rewards.reward import Reward
+from lagrpo.rewards.worker import call_reward
 from lagrpo.types import Group, Outcome, Prompt
 
 
@@ -39,6 +46,114 @@ def test_error_leaves_that_completion_unscored_and_no_other(pool):
         (scored,) = pool.score([make_group("7", text, "8")])
         assert [(o.reward, o.reason) for o in outcomes(scored)] == [(1.0, ""), outcome, (0.0, "")]
         assert outcomes(scored)[1].kind == ("unscored" if outcome[1] else "scored")
+
+
+UNUSUAL_ERRORS = {
+    "Ctrl-C": "raise KeyboardInterrupt",
+    "cancelled": "import asyncio\nraise asyncio.CancelledError",
+    "generator": "raise GeneratorExit",
+    "no Exception": "class E(BaseException): pass\nraise E",
+    "not to be read": "class E(BaseException):\n  def __init__(self, a, b): pass\nraise E(1, 2)",
+    "text raises": "class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise E",
+    "odd syntax error": "raise SyntaxError('x', ('file', 'a', [], {}))",
+    "deep": "def f(): f()\nf()",
+    "long": "raise ValueError('x' * 5_000_000)",
+    "surrogate": "raise ValueError('\\ud800')",
+    "group": "error = ValueError()\n"
+    "for _ in range(3000): error = ExceptionGroup('', [error])\nraise error",
+}
+
+
+@pytest.mark.parametrize("code", UNUSUAL_ERRORS.values(), ids=UNUSUAL_ERRORS)
+def test_unusual_error_leaves_that_completion_unscored(pool, code):
+    (scored,) = pool.score([make_group("7", f"run {code}", "7")])
+    first, unscored, last = outcomes(scored)
+    assert (first.reward, unscored.kind, last.reward) == (1.0, "unscored", 1.0)
+    assert "the reward function raised" in unscored.reason
+    assert len(unscored.reason.encode()) < 1000
+
+
+@pytest.mark.parametrize("code", UNUSUAL_ERRORS.values(), ids=UNUSUAL_ERRORS)
+@pytest.mark.parametrize(
+    ("function", "others"),
+    [(sample_rewards.run_awaited, 1.0), (sample_rewards.run_together, None)],
+    ids=["async", "TRL"],
+)
+def test_unusual_error_of_a_call_for_several_completions_is_an_outcome(function, others, code):
+    """A call in TRL's signature has one error for all of its completions."""
+    group = make_group("", code, "")
+    reward = Reward(function)
+    calls = reward.arguments(group.prompt, group.completions)
+    list_length = 3 if function is sample_rewards.run_together else None
+    with interruptible():
+        scored = call_reward(function, calls, list_length, deadline=5.0)
+    assert [outcome.reward for outcome in scored] == [others, None, others]
+    assert "the reward function raised" in scored[1].reason
+
+
+WRITE = """
+for descriptor in range(3, 40):
+    try:
+        os.write(descriptor, %s)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "noun"),
+    [
+        ("os._exit(0)", "exit code 0"),
+        ("os.kill(os.getpid(), 9)", "exit code -9"),
+        ("os.closerange(3, 40)", "exit code"),
+        ("if os.fork() == 0:\n    os.execlp('sleep', 'sleep', '3')\nos._exit(0)", "exit code 0"),
+        (WRITE % "b'noise' * 9", "answer"),
+        (WRITE % "b'x'", "answer"),
+        (WRITE % r"b'\0' * 8 + b'\xff' * 8", "answer"),
+    ],
+    ids=["exits", "is killed", "closes", "leaves a copy", "writes", "writes little", "writes size"],
+)
+def test_worker_that_ends_or_writes_to_its_socket_costs_one_completion(pool, code, noun):
+    (scored,) = pool.score([make_group("7", f"run {code}", *["7"] * 3)])
+    unscored = outcomes(scored)[1]
+    assert [outcome.reward for outcome in outcomes(scored)] == [1.0, None, 1.0, 1.0, 1.0]
+    assert noun in unscored.reason
+    assert depends_on_machine(unscored.reason)
+    assert "no reward within" not in unscored.reason
+
+
+def test_process_that_a_completion_forks_answers_no_call(pool):
+    (scored,) = pool.score([make_group("run os.fork()", *["7"] * 4)])
+    assert scored.rewards == (1.0,) * 5
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("hang", "no reward within 1 s"), ("sleep 0.1", "")],
+    ids=["hung call", "healthy call"],
+)
+@pytest.mark.parametrize("step", [-1e9, 1e9], ids=["back", "ahead"])
+def test_deadline_holds_while_the_clock_is_changed(pool, monkeypatch, text, reason, step):
+    clock = itertools.count(time.time(), step)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    (scored,) = pool.score([make_group(text)])
+    assert outcomes(scored)[0].reason == reason
+
+
+@pytest.mark.parametrize(
+    ("error", "handler"),
+    [
+        (Interrupted(signal.SIGINT), interruptible()),
+        (KeyboardInterrupt(), contextlib.nullcontext()),
+    ],
+    ids=["with our handler", "with Python's handler"],
+)
+def test_ctrl_c_during_a_reward_of_this_process_ends_the_run(error, handler):
+    def interrupted(completion: str) -> float:
+        raise error
+
+    with RewardPool(interrupted) as pool, handler, pytest.raises(type(error)):
+        list(pool.score([make_group("7")]))
 
 
 def test_completions_after_hung_and_dead_workers_are_scored(pool):

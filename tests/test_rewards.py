@@ -487,6 +487,26 @@ def test_coroutine_that_raises_costs_its_completion_only():
         assert f"raised {error}" in outcome.reason
 
 
+@pytest.mark.parametrize("act", ["stop", "exit", "cancel"])
+def test_call_after_a_coroutine_that_disturbs_the_event_loop_is_scored(act):
+    async def exits() -> None:
+        raise SystemExit
+
+    async def disturb(completion: str) -> float:
+        if completion == "stop":
+            asyncio.get_running_loop().stop()
+        if completion == "exit":
+            await asyncio.create_task(exits())
+        if completion == "cancel":
+            for task in asyncio.all_tasks():
+                task.cancel()
+        return 1.0
+
+    first, second = score(several(here=(disturb, {})), [make_group(act), make_group("7")])
+    assert first.reward == (1.0 if act == "stop" else None)
+    assert second.reward == 1.0
+
+
 def test_generator_in_trls_signature_gives_each_completion_its_value():
     def yields(completions: list[object]) -> Iterator[float]:
         for completion in completions:

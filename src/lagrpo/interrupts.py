@@ -112,6 +112,15 @@ def raise_if_asked() -> None:
         raise Interrupted(_first_signal)
 
 
+def is_from_signal(error: BaseException) -> bool:
+    """True if a signal has raised the error, and not code such as a completion that is executed."""
+    if isinstance(error, Interrupted):
+        return True
+    # Outside `interruptible`, Ctrl-C raises a plain KeyboardInterrupt.
+    is_python_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and is_python_default
+
+
 def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
     """Returns the interruption behind an error, if there is one.
 

@@ -1,7 +1,7 @@
 """Worker processes with deadlines, and the pool of them that scores completions.
 
-`WorkerPool` runs calls in pebble's processes; environments use it too. `RewardPool` scores groups
-with it. This is the side of the training process; worker.py is the side of the workers.
+`WorkerPool` makes calls in processes; environments use it too. `RewardPool` scores groups with it.
+This is the side of the training process; worker.py is the side of the workers.
 
 A call that hangs, or whose process dies, leaves that one completion *unscored*. Only two errors
 stop the run, as RewardError: the workers cannot load the reward, or too many completions have no
@@ -11,24 +11,26 @@ reward.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, Self, TypeVar, TypeVarTuple
-
-from pebble import ProcessExpired, ProcessPool
+from queue import SimpleQueue
+from typing import Any, Generic, Self, TypeVar, TypeVarTuple, cast
 
 from lagrpo.machine import usable_cores
-from lagrpo.rewards.processes import WorkerContext
+from lagrpo.rewards.processes import (
+    LoadError,
+    UnreadableAnswerError,
+    Worker,
+    WorkerEndedError,
+)
 from lagrpo.rewards.reasons import MachineReason, past_deadline
 from lagrpo.rewards.reward import TRL, Reward, RewardFunction, Rewards
-from lagrpo.rewards.worker import LoadError, call_loaded_reward, call_reward, start_worker
+from lagrpo.rewards.worker import call_loaded_reward, call_reward
 from lagrpo.types import Completion, Group, Outcome, OutcomeKind
 
 logger = logging.getLogger("lagrpo")
@@ -36,8 +38,8 @@ logger = logging.getLogger("lagrpo")
 MIN_FOR_EARLY_STOP = 64
 """Completions with an outcome from which `RewardPool.score` may stop before a batch is complete."""
 
-MAX_ATTEMPTS = 3
-"""Times that a call is scheduled if the pool breaks before the call has begun."""
+MAX_STARTS = 3
+"""Times that a process is started for a call if it ends before the call begins."""
 
 ASYNC_GRACE = 2.0
 """Seconds that a call of coroutines has beyond their deadline.
@@ -60,16 +62,16 @@ class RewardError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[Returned]):
-    """A call in a worker process. `future` is replaced if the call has to be scheduled again."""
+    """A call in a worker process, which gets the worker's object before these arguments."""
 
     call: Callable[..., Returned]
     arguments: tuple[object, ...]
-    deadline: float  # seconds from when a worker begins the call
-    future: Future[Returned] = field(default_factory=Future)
+    deadline: float  # seconds from when a worker gets the call
+    future: Future[Returned | Outcome] = field(default_factory=Future)
 
 
 class WorkerPool:
-    """Processes that have loaded the object `called`, and run functions of modules with a deadline.
+    """Processes that have loaded the object `called`, and call functions with it, with a deadline.
 
     By default there is one worker per four cores, at most 8. A worker may use `memory` GiB. Raises
     TypeError if the object cannot be sent to a process.
@@ -83,18 +85,34 @@ class WorkerPool:
                 f"{called!r} cannot be sent to worker processes ({error}): "
                 "define it at the top level of a module"
             ) from error
-        self._num_workers = workers or max(1, min(8, usable_cores() // 4))
         self._memory_bytes = int(memory * 2**30)
-        self._lock = threading.Lock()  # several threads submit: only one may replace a broken pool
+        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._workers: set[Worker] = set()
+        self._load_error: LoadError | None = None
+        self._lock = threading.Lock()  # for `_workers` and `_is_closed`
         self._is_closed = False
-        self._pool = self._start_processes()
+        num_workers = workers or max(1, min(8, usable_cores() // 4))
+        # Each thread starts its worker at once, so that workers load the reward functions while
+        # this process loads the model.
+        self._threads = [
+            threading.Thread(target=self._run_jobs, name="lagrpo worker", daemon=True)
+            for _ in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(
-        self, call: Callable[[*Arguments], Returned], *arguments: *Arguments, deadline: float
+        self,
+        call: Callable[[Any, *Arguments], Returned],
+        *arguments: *Arguments,
+        deadline: float,
     ) -> Job[Returned]:
-        """Schedules `call(*arguments)` in a worker, with a deadline in seconds."""
+        """Has a worker make `call(called, *arguments)`, with a deadline in seconds."""
         job = Job(call, arguments, deadline)
-        self._schedule(job)
+        with self._lock:
+            if self._is_closed:
+                raise RewardError("the worker processes are closed")
+            self._jobs.put(job)
         return job
 
     def result(self, job: Job[Returned]) -> Returned | Outcome:
@@ -102,31 +120,18 @@ class WorkerPool:
 
         Raises RewardError if the workers cannot load their object.
         """
-        for _ in range(MAX_ATTEMPTS):
-            try:
-                return job.future.result()
-            except TimeoutError:
-                # pebble has killed the worker: nothing else stops a function that hangs.
-                return Outcome.unscored(past_deadline(job.deadline))
-            except ProcessExpired as error:
-                # The call ended its own worker. A second try would end the next worker too.
-                reason = f"{MachineReason.WORKER_ENDED} with exit code {error.exitcode}"
-                return Outcome.unscored(reason)
-            except LoadError as error:
-                raise RewardError(
-                    f"the worker processes cannot load the reward or environment: {error}"
-                ) from error
-            except (BrokenProcessPool, CancelledError):
-                # The call had not begun when the pool broke, or was replaced by another thread.
-                self._schedule(job)
-        return Outcome.unscored(
-            f"{MachineReason.WORKER_ENDED} {MAX_ATTEMPTS} times before it began the call"
-        )
+        return job.future.result()
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing."""
-        self._is_closed = True
-        self._stop_processes()
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.end()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -134,32 +139,82 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _schedule(self, job: Job[Returned]) -> None:
-        with self._lock:
-            if self._is_closed:
-                raise RewardError("the worker processes are closed")
-            # A worker that dies between two calls breaks pebble's whole pool. A new pool takes
-            # over, and `result` repeats calls that were lost.
-            if not self._pool.active:
-                self._stop_processes()
-                self._pool = self._start_processes()
-            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.deadline)
+    def _run_jobs(self) -> None:
+        """Makes calls in one worker after the other, in a thread, until the pool is closed."""
+        worker = self._start_worker()
+        for job in iter(self._jobs.get, None):
+            try:
+                if worker is not None and not worker.is_usable():
+                    self._close_worker(worker)
+                    worker = None
+                worker = worker or self._start_worker()
+                job.future.set_result(self._run_job(job, worker))
+            except UNUSABLE as error:
+                assert worker is not None
+                self._close_worker(worker)
+                worker = None
+                job.future.set_result(_outcome_without_answer(error, job.deadline))
+            except BaseException as error:  # noqa: BLE001 - raised by the one who reads the result
+                job.future.set_exception(error)
+        if worker is not None:
+            self._close_worker(worker)
 
-    def _start_processes(self) -> ProcessPool:
-        pool = ProcessPool(
-            self._num_workers,
-            initializer=start_worker,
-            initargs=(self._pickled, self._memory_bytes),
-            context=WorkerContext(),
+    def _run_job(self, job: Job[Returned], worker: Worker | None) -> Returned | Outcome:
+        """Makes a call in a worker. Without one, its outcome is unscored.
+
+        Raises RewardError, and as `Worker.call`.
+        """
+        if self._is_closed:
+            raise RewardError("the worker processes are closed")
+        if worker is not None:
+            return cast(Returned, worker.call(job.call, job.arguments, job.deadline))
+        if self._load_error is not None:
+            raise RewardError(
+                f"the worker processes cannot load the reward or environment: {self._load_error}"
+            ) from self._load_error
+        return Outcome.unscored(
+            f"{MachineReason.WORKER_ENDED} {MAX_STARTS} times before it began the call"
         )
-        # pebble starts the processes at the first call, whatever it is. So the workers load the
-        # reward functions while this process loads the model.
-        pool.schedule(os.getpid)
-        return pool
 
-    def _stop_processes(self) -> None:
-        self._pool.stop()
-        self._pool.join()
+    def _start_worker(self) -> Worker | None:
+        """Returns a worker that has loaded its object, or None if no one can be started."""
+        for _ in range(MAX_STARTS):
+            with self._lock:
+                if self._is_closed:
+                    return None
+                try:
+                    worker = Worker(self._pickled, self._memory_bytes)
+                except OSError:  # too many processes or files
+                    continue
+                self._workers.add(worker)
+            try:
+                worker.load()
+                return worker
+            except LoadError as error:
+                self._load_error = error
+                self._close_worker(worker)
+                return None
+            except UNUSABLE:
+                self._close_worker(worker)
+        return None
+
+    def _close_worker(self, worker: Worker) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+            worker.close()
+
+
+UNUSABLE = (TimeoutError, WorkerEndedError, UnreadableAnswerError)
+"""The errors of a call after which its worker cannot be used any more."""
+
+
+def _outcome_without_answer(error: Exception, deadline: float) -> Outcome:
+    """Returns the outcome of a call that its worker has not answered."""
+    if isinstance(error, TimeoutError):
+        return Outcome.unscored(past_deadline(deadline))
+    if isinstance(error, WorkerEndedError):
+        return Outcome.unscored(f"{MachineReason.WORKER_ENDED} with exit code {error.exit_code}")
+    return Outcome.unscored(f"{MachineReason.WORKER_ENDED}: its answer could not be read")
 
 
 # ---- Scoring ----

@@ -1,9 +1,9 @@
 """Code that runs in a worker process: its start, calls of reward functions, values to outcomes.
 
 A worker holds one object that it unpickled when it started: the reward functions of a task, or the
-factory of an environment. An exception, or a value that is not a finite number, leaves that one
-completion *unscored*. pool.py, in the training process, starts the workers and handles what a
-worker cannot report itself: a hang and a crash.
+factory of an environment. An exception of any kind, or a value that is not a finite number, leaves
+that one completion *unscored*: a reward function may run what a completion says. pool.py, in the
+training process, handles what a worker cannot report itself: a hang and a crash.
 
 Workers must start fast, so neither this module nor its imports may load PyTorch.
 """
@@ -13,19 +13,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import multiprocessing
 import os
 import pickle
 import resource
 import signal
+import socket
 import threading
 import traceback
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from lagrpo.errors import one_line
+from lagrpo.interrupts import is_from_signal
 from lagrpo.logs import print_traceback, redact
+from lagrpo.rewards.processes import HEADER
 from lagrpo.rewards.reasons import past_deadline
 from lagrpo.rewards.reward import RewardFunction, RewardKwargs, UnscorableError
 from lagrpo.types import Outcome, OutcomeKind
@@ -37,35 +41,64 @@ MAX_REASON_INPUT = 4096
 """Characters of a user's text that a reason is made from: an exception may quote megabytes."""
 
 
-class LoadError(Exception):
-    """The worker could not load the object that it is to call."""
-
-
 # ---- The life of a worker ----
 
-# A call that pebble runs cannot reach what the initializer returned, so the object that
-# `start_worker` loads is a global of the worker process.
-_loaded: object = None
 
+def serve(socket_descriptor: int, life_descriptor: int, memory_bytes: int) -> None:
+    """Loads an object, then makes calls with it until the training process closes the socket.
 
-def start_worker(pickled: bytes, memory_bytes: int) -> None:
-    """Sets the signals, memory limit and priority of a new worker, and loads its object."""
-    global _loaded
-    # pebble ends a worker with SIGTERM. A handler in Python would wait until a function that hangs
-    # in C returns; the default action ends the process at once.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    The first message is the pickled object, and its answer is why it cannot be loaded, or None.
+    Every other message is a pickled function and its arguments, and its answer what that returns.
+    """
+    # Whoever interrupts the training process ends the worker through it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory(memory_bytes)
-    # Signals to the parent's process group, such as Ctrl-C, do not reach another session.
-    os.setsid()
     os.nice(NICENESS)
     os.environ["OMP_NUM_THREADS"] = "1"
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # The error is kept: the first call raises it, and the run ends with its message.
+    threading.Thread(target=_exit_with_parent, args=(life_descriptor,), daemon=True).start()
+    connection = socket.socket(fileno=socket_descriptor)
+    messages = _read_messages(connection)
+    # The code that runs here may have closed the socket.
+    with suppress(OSError):
+        number, pickled = next(messages)
+        loaded: object = None
+        problem: str | None = None
+        try:
+            loaded = pickle.loads(pickled)
+        except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything
+            print_traceback(error)
+            problem = describe_exception(error)
+        _send_answer(connection, number, pickle.dumps(problem))
+        process = os.getpid()
+        for number, message in messages:
+            answer = _make_call(loaded, message)
+            if os.getpid() != process:  # a copy of this process, which the call has forked
+                os._exit(0)
+            _send_answer(connection, number, answer)
+
+
+def _read_messages(connection: socket.socket) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and the pickle of each message."""
+    stream = connection.makefile("rb")
+    while True:
+        header = stream.read(HEADER.size)
+        if not header:
+            return
+        number, size = HEADER.unpack(header)
+        yield number, stream.read(size)
+
+
+def _send_answer(connection: socket.socket, number: int, pickled: bytes) -> None:
+    connection.sendall(HEADER.pack(number, len(pickled)) + pickled)
+
+
+def _make_call(loaded: object, message: bytes) -> bytes:
+    """Makes a call. Returns its pickled result, or an unscored outcome if that is impossible."""
     try:
-        _loaded = pickle.loads(pickled)
-    except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything
-        print_traceback(error)
-        _loaded = LoadError(describe_exception(error))
+        function, arguments = pickle.loads(message)
+        return pickle.dumps(function(loaded, *arguments))
+    except BaseException as error:  # noqa: BLE001 - costs this call only
+        return pickle.dumps(to_outcome(error, "the call"))
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -76,29 +109,23 @@ def _limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, hard_limit))
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(life_descriptor: int) -> None:
     """Ends this process when the training process ends, even if that was killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)  # in a thread, sys.exit would end only the thread
-
-
-def get_loaded() -> Any:
-    """Returns the object that this worker has loaded. Raises LoadError if it could not load it."""
-    if isinstance(_loaded, LoadError):
-        raise _loaded
-    return _loaded
+    os.read(life_descriptor, 1)
+    os._exit(1)  # in a thread, sys.exit would end only the thread
 
 
 # ---- Calling a reward function ----
 
 
 def call_loaded_reward(
-    reward_index: int, calls: Sequence[RewardKwargs], list_length: int | None, deadline: float
+    functions: Sequence[RewardFunction],
+    reward_index: int,
+    calls: Sequence[RewardKwargs],
+    list_length: int | None,
+    deadline: float,
 ) -> list[Outcome]:
     """Runs `call_reward` with one of the functions that this worker has loaded."""
-    functions = get_loaded()
     return call_reward(functions[reward_index], calls, list_length, deadline)
 
 
@@ -118,11 +145,16 @@ def call_reward(
     for kwargs in calls:
         try:
             values.append(function(**kwargs))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - costs this completion only
+        except BaseException as error:
+            if is_from_signal(error):
+                raise
             values.append(error)
     if any(inspect.isawaitable(value) for value in values):
         coroutine = _await_all(values, deadline)
-        values = asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop()).result()
+        try:
+            values = asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop()).result()
+        except CancelledError as error:  # a completion may cancel all tasks of the loop
+            values = [error] * len(values)
     if list_length is not None:
         values = _split_list(values[0], list_length)
     return [to_outcome(value) for value in values]
@@ -136,8 +168,15 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
     the one that they first ran in, so all calls share this loop.
     """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="lagrpo rewards", daemon=True).start()
+    threading.Thread(target=_run_loop, args=(loop,), name="lagrpo rewards", daemon=True).start()
     return loop
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        # A task that a reward function starts may stop the loop, or end it by a SystemExit.
+        with suppress(BaseException):
+            loop.run_forever()
 
 
 async def _await_all(values: Sequence[object], deadline: float) -> list[object]:
@@ -146,23 +185,25 @@ async def _await_all(values: Sequence[object], deadline: float) -> list[object]:
     Returns each one's result or exception. Other values are returned as they are.
     """
     limited = (_await_value(value, deadline) for value in values)
-    return await asyncio.gather(*limited, return_exceptions=True)
+    return await asyncio.gather(*limited)
 
 
 async def _await_value(value: object, deadline: float) -> object:
     if not inspect.isawaitable(value):
         return value
-    try:
-        return await asyncio.wait_for(_result_or_error(value), deadline)
-    except TimeoutError:
-        # This is wait_for's own error: `_result_or_error` returns one that the function raises.
-        return UnscorableError(past_deadline(deadline))
+    task = asyncio.ensure_future(_result_or_error(value))
+    # Unlike wait_for, this does not wait for a coroutine that refuses to be cancelled.
+    await asyncio.wait([task], timeout=deadline)
+    if task.done():
+        return task.result()
+    task.cancel()
+    return UnscorableError(past_deadline(deadline))
 
 
 async def _result_or_error(awaitable: Awaitable[object]) -> object:
     try:
         return await awaitable
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end the event loop
+    except BaseException as error:  # noqa: BLE001 - this is not the thread that signals interrupt
         return error
 
 
@@ -178,7 +219,9 @@ def _split_list(value: object, length: int) -> list[object]:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
         try:
             entries = list(value)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator runs only here
+        except BaseException as error:  # a generator runs only here
+            if is_from_signal(error):
+                raise
             return [error] * length
     if len(entries) == length:
         return entries
@@ -199,6 +242,15 @@ def to_outcome(value: object, source: str = "the reward function") -> Outcome:
     text. None means that the function does not score this completion: unscored, without a reason.
     Everything else is unscored with a reason.
     """
+    try:
+        return _read_value(value, source)
+    except BaseException as error:  # the methods of a user's class can raise anything
+        if is_from_signal(error):
+            raise
+        return Outcome.unscored(f"{source} returned or raised an object that cannot be read")
+
+
+def _read_value(value: object, source: str) -> Outcome:
     if isinstance(value, UnscorableError):
         return Outcome.unscored(clean(str(value)) or f"{source} cannot score it")
     if isinstance(value, BaseException):
@@ -227,7 +279,11 @@ def _to_float(value: Any) -> float:
 
 def describe_exception(error: BaseException) -> str:
     """Returns the last line of the traceback, such as "ValueError: bad answer"."""
-    return clean(traceback.format_exception_only(error)[-1])
+    try:
+        line = traceback.format_exception_only(error)[-1]
+    except Exception:  # noqa: BLE001 - a user's class can raise anything
+        line = type(error).__name__
+    return clean(line)
 
 
 def clean(text: str) -> str:

@@ -66,13 +66,17 @@ Turn = tuple[StepResult, bytes]
 
 
 def take_turn(
-    state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None, prefix: str = ""
+    make: Make,
+    state: bytes | None,
+    prompt: Prompt | None,
+    key: Key | None,
+    text: str | None,
+    prefix: str = "",
 ) -> Turn | Outcome:
     """Runs `run_turn` in a worker process. Returns an unscored Outcome if it failed."""
-    make = worker.get_loaded()
     try:
         return run_turn(make, state, prompt, key, text, prefix)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - costs this completion only
+    except BaseException as error:  # noqa: BLE001 - costs this completion only
         return worker.to_outcome(error, "the environment")
 
 
