@@ -10,10 +10,13 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import cast
 
 import pytest
 from ranks import together
 from running import tiny_settings
+from torch.distributed.distributed_c10d import Store
 
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
@@ -207,3 +210,63 @@ def test_signal_ends_the_wait(be_rank, free_port, monkeypatch, rank):
         with pytest.raises(Interrupted) as stop:
             join()
     assert stop.value.signal == signal.SIGINT
+
+
+# Signs of life
+
+
+class FakeStore:
+    """A store of this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("rank", "looks", "expected"),
+    [
+        pytest.param(0, [(0, "11"), (30, "22")], {}, id="slow ranks"),
+        pytest.param(0, [(0, "11"), (15, "21"), (30, "31")], {1: True}, id="rank 1 stops"),
+        pytest.param(1, [(0, "11"), (15, "12"), (30, "13")], {0: True}, id="rank 0 stops"),
+        pytest.param(1, [(0, "111"), (15, "121"), (30, "131")], {0: True, 2: True}, id="two stop"),
+        pytest.param(1, [(0, "111"), (15, "221"), (30, "331")], {}, id="rank 0 reports"),
+        pytest.param(0, [(0, "11"), (15, "21"), (30, "31"), (35, "42")], {1: False}, id="goes on"),
+        pytest.param(0, [(0, "11"), (300, "21")], {}, id="this rank was stopped"),
+    ],
+)
+def test_watch_reports_ranks_that_become_silent(monkeypatch, rank, looks, expected):
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: 0.0)
+    size = len(looks[0][1])
+    watch = ranks.Watch(cast(Store, FakeStore()), rank, size)
+    changes = {}
+    for now, signs in looks:
+        changes = watch.compare(list(signs), now)
+    assert changes == expected
+
+
+def test_watch_does_not_report_a_rank_that_has_left(monkeypatch):
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: 0.0)
+    watch = ranks.Watch(cast(Store, FakeStore()), 0, 2)
+    looks = [(0, "1"), (15, "2"), (30, "3")]
+    assert [watch.compare([sign, ranks.GONE], now) for now, sign in looks] == [{}, {}, {}]
+
+
+def test_watch_names_the_rank_that_gives_no_sign(be_rank, free_port, monkeypatch):
+    be_rank(0, free_port)
+    store = ranks.open_store("127.0.0.1", free_port, rank=0, size=2)
+    monkeypatch.setattr(ranks, "BEAT", 0.01)
+    monkeypatch.setattr(ranks, "SILENCE", 0.05)
+    lines: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(ranks.logger, "warning", lambda text, *words: lines.put(text % words))
+    ranks.Watch(store, 1, 2)  # never started
+    watch = ranks.Watch(store, 0, 2)
+    watch.start()
+    assert f"rank 1 (process {os.getpid()}" in lines.get(timeout=30)
+    watch.end()
+    assert store.multi_get(["sign 0"]) == [ranks.GONE.encode()]

@@ -3,7 +3,8 @@
 Every rank runs the same loop. It samples and scores its share of the prompts; then all ranks hold
 the same batch, the same metrics and the same state. Each computes the gradient of its share of the
 rows, and rank 0 writes the files. With vLLM, rank 0 talks to the servers and scores. A rank that
-raises ends, and torchrun stops the others.
+raises ends, and torchrun stops the others. If a rank is stopped, `Watch` says for whom the others
+wait.
 """
 
 # Some methods of PyTorch have no types.
@@ -20,7 +21,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -46,8 +47,11 @@ It is longer than a rank may be busy alone, as rank 0 is while servers start or 
 JOIN_TIMEOUT = 600.0  # seconds in which all ranks must have started
 PATIENCE = 5.0  # seconds after which a rank says for whom it waits
 POLL = 0.1  # seconds between two looks
+BEAT = 5.0  # seconds between two signs of life
+SILENCE = 20.0  # seconds without a sign of life after which the others name a rank
 ANY_OTHER_HOST = "198.51.100.1"  # an address of documentation (RFC 5737): no host has it
 SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
+GONE = "gone"  # the last sign of a rank that has left the run
 _joined = Counter[str]()  # number of times that this process has joined a store, by its address
 logger = logging.getLogger("lagrpo")
 T = TypeVar("T")
@@ -157,7 +161,10 @@ def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
     prefix = f"attempt {attempt}, run {_joined[address]}"
     _joined[address] += 1
     store = PrefixStore(prefix, open_store(host, port, rank, size))
+    # A connection that no collective waits in.
+    watch = Watch(PrefixStore(prefix, connect_store(host, port, size)), rank, size)
     wait_for_ranks(store, address, rank, size)
+    watch.start()
     if local_size() != size:
         choose_interface(host, port)
 
@@ -167,7 +174,10 @@ def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
     objects = dist.new_group(backend="gloo", timeout=TIMEOUT)
     assert group is not None
     mesh = make_mesh(group, device) if shard_layers else None
-    yield Ranks(rank, size, group, objects, mesh)
+    try:
+        yield Ranks(rank, size, group, objects, mesh)
+    finally:
+        watch.end()
     # Not after an error: the others would fail before it is reported.
     dist.destroy_process_group()
 
@@ -183,17 +193,8 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
     if not this_rank_serves:
         server = "torchrun" if torchrun_serves else "rank 0"
         wait_until(lambda: answers(host, port), lambda: f"{server} at {host}:{port}")
-    connect = partial(
-        dist.TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-        host,
-        port,
-        size,
-        is_master=this_rank_serves,
-        timeout=timedelta(seconds=JOIN_TIMEOUT),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
     # PyTorch handles no signal while it waits for an answer.
+    connect = partial(connect_store, host, port, size, is_server=this_rank_serves)
     store = call_in_thread(connect)
     wait_until(store.done, lambda: f"an answer of {host}:{port}")
     try:
@@ -204,6 +205,19 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
         raise ConnectionError(
             f"{host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {cure}"
         ) from error
+
+
+def connect_store(host: str, port: int, size: int, *, is_server: bool = False) -> Store:
+    """Returns a connection to the store, which this process serves if `is_server`."""
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host,
+        port,
+        size,
+        is_master=is_server,
+        timeout=timedelta(seconds=JOIN_TIMEOUT),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def choose_interface(host: str, port: int) -> None:
@@ -330,6 +344,92 @@ def wait_until(condition: Callable[[], bool], describe: Callable[[], str]) -> No
             )
             raise TimeoutError(f"{describe()} did not come within {JOIN_TIMEOUT:g} s: {cure}")
         time.sleep(POLL)
+
+
+class Watch:
+    """Signs of life that ranks exchange through the store, in a thread of each rank.
+
+    A rank that is stopped, or whose host does not answer, gives none: a warning of another rank
+    names it, whatever the run waits in. A busy rank gives signs.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._num_signs = 0
+        self._last_signs = [""] * size
+        self._changed_at = [time.monotonic()] * size
+        self._looked_at = time.monotonic()
+        self._silent: set[int] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lagrpo watch", daemon=True)
+        store.set(f"place {rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        self._give_sign(str(self._num_signs))
+
+    def start(self) -> None:
+        """Starts to watch, once all ranks have a Watch."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends the watch. The others do not wait for this rank any more."""
+        self._ended.set()
+        self._thread.join(BEAT)
+
+    def _run(self) -> None:
+        # The store ends with the process that serves it.
+        with suppress(dist.DistError):
+            places = self._get_of_all("place")
+            while not self._ended.wait(BEAT):
+                exchange = call_in_thread(self.exchange_signs)
+                try:
+                    signs = exchange.result(SILENCE)
+                except TimeoutError:
+                    server = "torchrun or rank 0"
+                    logger.warning("waiting for %s, through which the ranks meet", server)
+                    signs = exchange.result()
+                for rank, is_silent in self.compare(signs, time.monotonic()).items():
+                    text = "waiting for rank %d (%s), which gives no sign of life"
+                    if not is_silent:
+                        text = "rank %d (%s) goes on"
+                    logger.warning(text, rank, places[rank])
+            self._give_sign(GONE)
+
+    def exchange_signs(self) -> list[str]:
+        """Gives a sign of life. Returns the last sign of each rank."""
+        self._num_signs += 1
+        self._give_sign(str(self._num_signs))
+        return self._get_of_all("sign")
+
+    def compare(self, signs: Sequence[str], now: float) -> dict[int, bool]:
+        """Compares the signs of all ranks with the last ones, at the time `now` in seconds.
+
+        Returns the ranks that this rank has to report: True for a rank that has become silent,
+        False for one that is silent no more. Only the first rank that is not silent reports.
+        """
+        if now - self._looked_at > SILENCE:  # this process was stopped itself
+            self._changed_at = [now] * self._size
+        self._looked_at = now
+        changes: dict[int, bool] = {}
+        for rank, sign in enumerate(signs):
+            if sign != self._last_signs[rank]:
+                self._last_signs[rank] = sign
+                self._changed_at[rank] = now
+            is_silent = sign != GONE and now - self._changed_at[rank] > SILENCE
+            if is_silent != (rank in self._silent):
+                changes[rank] = is_silent
+        self._silent ^= set(changes)
+        reporters = [
+            rank for rank, sign in enumerate(signs) if sign != GONE and rank not in self._silent
+        ]
+        return changes if self._rank == reporters[0] else {}
+
+    def _give_sign(self, sign: str) -> None:
+        self._store.set(f"sign {self._rank}", sign)
+
+    def _get_of_all(self, name: str) -> list[str]:
+        keys = [f"{name} {rank}" for rank in range(self._size)]
+        return [value.decode() for value in self._store.multi_get(keys)]
 
 
 def make_mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:
