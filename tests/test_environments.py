@@ -206,6 +206,12 @@ def use(name: str, **arguments: Any) -> str:
     return message["content"]
 
 
+@pytest.mark.timeout(20)
+def test_unclosed_calls_are_found_in_linear_time():
+    with pytest.raises(ValueError, match="has no </tool_call>"):
+        find_calls("<tool_call>" * 200_000)
+
+
 def test_calls_are_carried_out_and_mistakes_are_replies():
     assert (use("add", x=2, y=3), use("divide", x=1, y=4)) == ("5", "0.25")
     assert use("divide", x=1, y=0) == "Error: division by zero"

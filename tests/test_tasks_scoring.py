@@ -21,6 +21,7 @@ from lagrpo.tasks import countdown, gsm8k, load_task
 from lagrpo.tasks.numbers import (
     find_last_box,
     find_numerals,
+    first_question,
     merge_fractions,
     read_number,
     simplify,
@@ -222,3 +223,24 @@ def test_answers_that_take_forever_are_unscored():
     )
     assert [outcome.reward for outcome in outcomes] == list(answers.values())
     assert {outcome.reason for outcome in outcomes} == {"", "no reward within 2 s"}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    ["\nQ:" * 300_000, "1" + "." * 300_000 + "x\nQ: 1"],
+    ids=["questions", "dots"],
+)
+def test_further_questions_are_looked_for_in_linear_time(text):
+    assert first_question(text) == text
+
+
+@pytest.mark.timeout(20)
+def test_fractions_are_read_in_linear_time():
+    text = "1/" * 30_000
+    assert len(merge_fractions(text, find_numerals(text))) == 15_000
+
+
+@pytest.mark.timeout(20)
+def test_expression_is_looked_for_in_linear_time():
+    assert countdown.find_expression("\n" * 300_000 + "3 + 5") == "3 + 5"

@@ -41,7 +41,7 @@ _SPELLINGS = {
 }
 _BRACKET_SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
 _FORMULA_DELIMITER = re.compile(r"\\[()\[\]]")
-_BULLET = re.compile(r"^\s*[-*+]\s+", re.MULTILINE)  # of a list in Markdown
+_BULLET = re.compile(r"^[^\S\n]*[-*+]\s+", re.MULTILINE)  # of a list in Markdown
 _STRETCH = re.compile(r"[-+*/() 0-9]+")  # characters that an expression may have
 # Two numbers with an operation between them.
 _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -85,7 +85,7 @@ _NEW_QUESTION = re.compile(
 )
 _FINAL_ANSWER = re.compile(r"####[\s*(\[{:–−-]*[$€£₹\\]*[.0-9A-Za-z]*[0-9}]|</answer>")
 _STATED_ANSWER = re.compile(r"\banswer\b[ *_]*(?:is|:|=)[\s*(\[{:–−-]*[$€£₹\\.0-9]", re.IGNORECASE)
-_NUMBER_ALONE = re.compile(r"\s*[$€£₹–−-]*[0-9][0-9.,]*[ *.%]*\s*")
+_NUMBER_ALONE = re.compile(r"\s*+[$€£₹–−-]*+[0-9][0-9.,]*+[ *.%]*+\s*+")  # never backtracks
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +107,21 @@ def find_last_box(text: str) -> str | None:
     >>> find_last_box(r"\boxed{1}, no: \boxed{\frac{1}{2}} or \boxed{3")
     '\\frac{1}{2}'
     """
+    start, end = max(_find_boxes(text), default=(0, -1))
+    return text[start:end] if end >= 0 else None
+
+
+def _find_boxes(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yields where the content of each closed box starts and ends, from `start` on, by its end."""
     open_braces: list[tuple[bool, int]] = []  # of each: is it a box, and where its content starts
-    last_start = -1
-    last_content: str | None = None
-    for brace in _BRACE.finditer(text):
+    for brace in _BRACE.finditer(text, start):
         if brace.group() != "}":
             is_box = brace.group() != "{"
             open_braces.append((is_box, brace.end()))
         elif open_braces:
-            is_box, start = open_braces.pop()
-            if is_box and start > last_start:
-                last_start = start
-                last_content = text[start : brace.start()]
-    return last_content
+            is_box, content_start = open_braces.pop()
+            if is_box:
+                yield content_start, brace.start()
 
 
 def find_tagged(text: str) -> str:
@@ -147,13 +149,25 @@ def first_question(text: str) -> str:
     '#### 18\n\n'
     """
     start = text.find("</think>") + 1
+    first_box_end = min((end for _, end in _find_boxes(text, start)), default=len(text) + 1)
+    states_answer = False
+    # An answer may begin before a question and end in it: "####\nQ1: no\nQ2:". So it is searched
+    # for from the question before the last one on, which keeps the time linear.
+    searched_from = start
+    last_question = start
     for question in _NEW_QUESTION.finditer(text, start):
-        before = text[start : question.start()]
-        if find_last_box(before) is not None or _FINAL_ANSWER.search(before):
-            return text[: question.start()]
-        states_answer = _STATED_ANSWER.search(before) or _NUMBER_ALONE.fullmatch(before)
-        if states_answer and not question["number"]:
-            return text[: question.start()]
+        end = question.start()
+        if first_box_end <= end or _FINAL_ANSWER.search(text, searched_from, end):
+            return text[:end]
+        if not states_answer:
+            states_answer = _STATED_ANSWER.search(text, searched_from, end) is not None
+        # Before a later question there is not a number alone.
+        is_first = last_question == start
+        is_number_alone = is_first and _NUMBER_ALONE.fullmatch(text, start, end)
+        if (states_answer or is_number_alone) and not question["number"]:
+            return text[:end]
+        searched_from = last_question
+        last_question = end
     return text
 
 
@@ -249,10 +263,13 @@ def merge_fractions(text: str, numerals: list[Numeral]) -> list[Numeral]:
     Of "a/b/c", only the first two numbers are read so.
     """
     merged: list[Numeral] = []
+    is_quotient = False  # the last of them, which is not divided again
     for numeral in numerals:
-        quotient = _divide(text, merged[-1], numeral) if merged else None
-        # A quotient is not divided again.
-        if quotient is not None and merged[-1] in numerals:
+        quotient = None
+        if merged and not is_quotient:
+            quotient = _divide(text, merged[-1], numeral)
+        is_quotient = quotient is not None
+        if quotient is not None:
             merged[-1] = quotient
         else:
             merged.append(numeral)
