@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import sys
 
@@ -11,7 +13,7 @@ from lagrpo import interrupts
 from lagrpo.__main__ import main
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible, raise_if_asked
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *interrupts.WARNINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -29,18 +31,19 @@ def test_signal_raises_interrupted_with_its_number(signum):
 
 
 @pytest.mark.parametrize("handler", ["ignored", "the program's own"])
-def test_warning_that_the_program_handles_does_not_interrupt(handler):
+@pytest.mark.parametrize("signum", interrupts.WARNINGS)
+def test_warning_that_the_program_handles_does_not_interrupt(handler, signum):
     seen = list[int]()
     own_handler = (
         signal.SIG_IGN if handler == "ignored" else lambda number, frame: seen.append(number)
     )
-    before = signal.signal(signal.SIGUSR1, own_handler)
+    before = signal.signal(signum, own_handler)
     try:
         with interruptible():
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signum)
     finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert seen == ([] if handler == "ignored" else [signal.SIGUSR1])
+        signal.signal(signum, before)
+    assert seen == ([] if handler == "ignored" else [signum])
 
 
 def test_deferred_signal_waits_until_a_run_looks_and_a_second_ctrl_c_ends_at_once(monkeypatch):
@@ -97,3 +100,20 @@ def test_ctrl_c_while_the_command_line_is_loaded_is_one_line(monkeypatch, capsys
     with pytest.raises(SystemExit) as end:
         main()
     assert (end.value.code, capsys.readouterr().err) == (130, "\nlagrpo: interrupted\n")
+
+
+def test_signal_of_a_closed_terminal_lets_the_process_print_on():
+    terminal, descriptor = pty.openpty()
+    kept = os.dup(1)
+    os.dup2(descriptor, 1)
+    os.close(terminal)
+    try:
+        with pytest.raises(OSError, match="Input/output"):
+            os.write(1, b"text")
+        with pytest.raises(Interrupted), interruptible():
+            signal.raise_signal(signal.SIGHUP)
+        assert os.write(1, b"text") == 4
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(descriptor)

@@ -15,8 +15,8 @@
 
 `lagrpo COMMAND --help` lists the options. With --debug, or LAGRPO_DEBUG=1, every command shows the
 traceback of an error. Exit codes: 0 done, 1 the run failed or verify found a difference, 2 wrong
-input, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2, 141 if the reader of
-the output has gone.
+input, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP, 138 by SIGUSR1, 140 by SIGUSR2, 141
+if the reader of the output has gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, and the signals by which schedulers warn before they end a job.
+"""Ctrl-C, SIGTERM, a closed terminal, and the signals by which schedulers warn of a job's end.
 
 Inside `interruptible()` a signal raises Interrupted in the main thread. Inside `deferring()` the
 first signal is only noted, and a run asks for it between batches and between decoding steps
@@ -7,6 +7,8 @@ first signal is only noted, and a run asks for it between batches and between de
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import threading
 import time
@@ -34,10 +36,10 @@ class EndedAtOnce(Interrupted):
     """Ctrl-C after another signal: it interrupts whatever the process does, also an update."""
 
 
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals of schedulers, such as Slurm's `--signal=USR1@120`.
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""SIGHUP, when a terminal is closed, and signals of schedulers: Slurm's `--signal=USR1@120`.
 
-Without a handler they end the process at once.
+Without a handler they end the process at once. `nohup` lets a program ignore SIGHUP.
 """
 
 REPEATED_WITHIN = 1.0
@@ -51,6 +53,8 @@ _first_time = 0.0  # when it came, in seconds of time.monotonic()
 
 def _on_signal(signum: int, _frame: FrameType | None) -> None:
     global _first_signal, _first_time
+    if signum == signal.SIGHUP:
+        drop_closed_terminal()
     if _first_signal is None:
         if not _is_deferring:
             raise Interrupted(signum)
@@ -58,6 +62,18 @@ def _on_signal(signum: int, _frame: FrameType | None) -> None:
         _first_time = time.monotonic()
     elif _asks_again(signum):
         raise EndedAtOnce(signum)
+
+
+def drop_closed_terminal() -> None:
+    """Sends what is printed to /dev/null if the terminal is closed: printing would raise OSError."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError as error:
+            if error.errno == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 def _asks_again(signum: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lagrpo import logs
-from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring
+from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, drop_closed_terminal
 from lagrpo.model.loading import quiet
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.card import CARD, model_card
@@ -148,6 +148,8 @@ class Training:
                 status = "interrupted"
                 weights = self.rescue(stop, was_asked=True)
             except BaseException as error:
+                # It may be the error of a print; its signal, SIGHUP, comes later or never.
+                drop_closed_terminal()
                 self.rescue(error, was_asked=False)
                 raise
             finally:

@@ -113,7 +113,7 @@ def train(
     trust_run_code: with the directory of a run as `resume`, lets functions run that only its
         settings name.
 
-    Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 stops the run after the current update and writes a
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the run after the current update and writes a
     checkpoint. Under torchrun every process calls this and gets the same Result; only rank 0 calls
     `callbacks`. Raises SettingsError for input that cannot be run, TypeError for arguments of a
     wrong type, and an error of FAILURES if the run fails.
