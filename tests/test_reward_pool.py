@@ -194,6 +194,16 @@ def test_workers_import_neither_the_main_script_nor_anything_heavy(tmp_path, mon
         assert [group.rewards for group in pool.score([make_group("modules")])] == [(0.0,)]
 
 
+def test_workers_run_no_file_of_the_current_directory(tmp_path, monkeypatch):
+    for module in ("socket", "token", "pickle", "json"):
+        code = f"open({str(tmp_path / 'executed')!r}, 'w')\nraise ImportError"
+        (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with RewardPool(sample_rewards.act, workers=1) as pool:
+        assert [group.rewards for group in pool.score([make_group("7")])] == [(1.0,)]
+    assert not (tmp_path / "executed").exists()
+
+
 def test_too_many_without_a_reward_stop_the_run():
     """After every group, or once 64 completions have an outcome."""
     seen = []

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lagrpo.errors import SettingsError, explain_os_error
 from lagrpo.runs import directory, files, plots
 from lagrpo.runs.comparing import compare
 from lagrpo.runs.directory import Run, default_name
-from lagrpo.runs.environment import collect_environment
+from lagrpo.runs.environment import collect_environment, git_state
 from lagrpo.runs.files import write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.plots import reward_curve
 from lagrpo.runs.reading import (
@@ -479,3 +480,45 @@ def test_environment_file_names_the_computation():
     assert torch.__version__.startswith(environment["packages"]["torch"])
     assert environment["threads"] == torch.get_num_threads()
     assert all(environment[key] for key in ("python", "platform", "cpu", "command", "started"))
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+@pytest.mark.parametrize(
+    "config",
+    [
+        ("core.fsmonitor", "PROGRAM"),
+        ("filter.f.clean", "PROGRAM"),
+        ("filter.f.process", "PROGRAM"),
+        ("core.hooksPath", "."),
+        ("include.path", "included"),
+    ],
+    ids=lambda config: config[0],
+)
+def test_state_of_a_repository_runs_no_program_of_its_config(tmp_path, config):
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True)
+
+    program = tmp_path / "post-index-change"
+    program.write_text(f"#!/bin/sh\ntouch '{tmp_path}/executed'\ncat\n", encoding="utf-8")
+    program.chmod(0o700)
+    (tmp_path / "file").write_text("1", encoding="utf-8")
+    (tmp_path / ".gitattributes").write_text("file filter=f\n", encoding="utf-8")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "1")
+    included = tmp_path / ".git" / "included"
+    included.write_text(f'[filter "f"]\nclean = {program}\nrequired = true\n', encoding="utf-8")
+    name, value = config
+    git("config", name, value.replace("PROGRAM", str(program)))
+
+    os.utime(tmp_path / "file", (1, 1))  # git compares the contents
+    state = git_state(tmp_path)
+    assert state is not None
+    assert state["dirty"] is False
+    assert not (tmp_path / "executed").exists()
+    (tmp_path / "file").write_text("2", encoding="utf-8")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert state["dirty"] is True
+    assert not (tmp_path / "executed").exists()

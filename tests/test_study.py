@@ -536,3 +536,14 @@ def test_run_that_failed_to_write_its_weights_after_its_last_evaluation_is_finis
     monkeypatch.setattr(Run, "is_finished", lambda run: True)
     assert run_missing(runs[:1], jobs=1) == []
     assert capsys.readouterr().out.endswith("v-1-seed3: finished\n")
+
+
+def test_process_of_a_run_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "token.py").write_text("raise SystemExit('executed')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    _, runs = load_study(study_file(tmp_path), tmp_path / "out")
+    runs[0].path.parent.mkdir(parents=True)
+    monkeypatch.setattr(study_command, "to_toml", lambda settings: "not TOML")
+    process = study_command.start_run(runs[0], threads=1)
+    assert process.wait() == 2
+    assert "executed" not in Path(f"{runs[0].path}.log").read_text(encoding="utf-8")

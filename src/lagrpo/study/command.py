@@ -151,7 +151,9 @@ def start_run(run: Run, threads: int) -> subprocess.Popen[bytes]:
     """Starts `lagrpo train` in its own session: Ctrl-C reaches it only through the study."""
     write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "lagrpo", "train", f"{run.path}.toml", "--resume", "auto"]
+    # -P: no file of the current directory shadows a module of Python.
+    command = [sys.executable, "-P", "-m", "lagrpo"]
+    command += ["train", f"{run.path}.toml", "--resume", "auto"]
     with open(f"{run.path}.log", "ab") as log:
         return subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True

@@ -162,6 +162,8 @@ class Launch:
         if self.gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         variables["PYTHONPATH"] = str(Path(__file__).parent / "extension")
+        # No file of the current directory shadows a module of Python.
+        variables["PYTHONSAFEPATH"] = "1"
         return variables
 
 
@@ -219,7 +221,7 @@ class StartedServer(VllmClient):
         self.guard.wait(30)
 
     def _start(self) -> None:
-        command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
+        command = [sys.executable, "-P", "-c", GUARD, *self.launch.command(self.port)]
         with self.log.open("ab") as out:
             env = self.launch.environment(self.key)
             self.guard = Popen(
