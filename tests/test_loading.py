@@ -129,6 +129,10 @@ CASES: list[tuple[str, Damage, str]] = [
         reweighted(lambda w: w.update({"model.nrm.weight": w.pop(NORM)})),
         r"lack weights of the model: model\.norm\.weight .* does not have: model\.nrm\.weight",
     ),
+    *(
+        (f"absurd {name}", edited("config.json", **{name: 10**9}), rf"config\.json: {name} .*large")
+        for name in ("num_hidden_layers", "hidden_size", "head_dim", "vocab_size")
+    ),
     (
         "unexpected",
         edited("config.json", num_hidden_layers=1),

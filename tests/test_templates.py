@@ -16,7 +16,8 @@ from test_resume import cut_to, go_on
 from tiny import CHAT, TURNS, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
 
 from lagrpo.errors import SettingsError
-from lagrpo.model.chat import Chat, Replies
+from lagrpo.model import chat as model_chat
+from lagrpo.model.chat import Chat, Replies, TemplateError
 from lagrpo.rewards import builtin
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.rollout.episodes import check_call_format
@@ -50,6 +51,17 @@ def test_tokenize_gives_what_apply_chat_template_gives(chat):
                 [*messages], add_generation_prompt=True, return_dict=True
             )
             assert list(chat.tokenize(Prompt(0, messages, "5")).token_ids) == expected["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "body", ["", "x", "{% set y = i %}"], ids=["empty loop", "with a text", "with a statement"]
+)
+def test_template_that_does_not_end_is_an_error(chat, monkeypatch, body):
+    monkeypatch.setattr(model_chat, "RENDERING_SECONDS", 0.05)
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk")
+    chat.tokenizer.chat_template = loops + body + "{% endfor %}" * 3
+    with pytest.raises(TemplateError, match="takes more than"):
+        chat.render(ASK)
 
 
 def test_template_gets_the_kwargs_of_the_chat_and_the_special_tokens(chat):

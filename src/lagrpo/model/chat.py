@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -48,6 +50,8 @@ ROLES_IN_FRONT = ("system", "developer")
 SWITCHES = re.compile(r"/(?:no_?think|think|system_override)\b")
 EMPTY_THOUGHT_AT_END = re.compile(r"<think>\s*</think>\s*$")
 EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
+# A template renders in milliseconds. Other threads of the process spend CPU time, too.
+RENDERING_SECONDS = 30.0
 TAG = re.compile(r"</?[\w:]{1,30}>")
 # A tag at the end of a rendered prompt, such as <think> or [THINK]. Group 1 is the name of a tag
 # that may be the header of a turn.
@@ -62,6 +66,28 @@ class TemplateError(ValueError):
 
 class RewritingError(ValueError):
     """The chat template cannot be used for several turns."""
+
+
+@contextmanager
+def limited_time() -> Iterator[None]:
+    """Raises TimeoutError inside, in the main thread, after RENDERING_SECONDS of CPU time.
+
+    Nothing else ends the loops of a template.
+    """
+
+    def end(_signum: int, _frame: object) -> None:
+        raise TimeoutError(f"it takes more than {RENDERING_SECONDS:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGVTALRM, end)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, RENDERING_SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
 
 
 def end_with(text: str, turn: str) -> str:
@@ -444,14 +470,15 @@ class Chat:
         end_option = "continue_final_message" if begins_answer else "add_generation_prompt"
         tool_list = list(tools or ()) or None
         try:
-            text = self.tokenizer.apply_chat_template(
-                plain_messages,
-                chat_template=self._template_of_run(tool_list),
-                tokenize=False,
-                tools=tool_list,
-                **{end_option: not is_complete},
-                **self.template_kwargs,
-            )
+            with limited_time():
+                text = self.tokenizer.apply_chat_template(
+                    plain_messages,
+                    chat_template=self._template_of_run(tool_list),
+                    tokenize=False,
+                    tools=tool_list,
+                    **{end_option: not is_complete},
+                    **self.template_kwargs,
+                )
         except Exception as error:  # a template can raise anything
             # The names of Jinja's own errors say nothing that their texts do not say.
             kind = type(error).__name__

@@ -5,8 +5,9 @@ Libraries say "header too large" of a file that is not a model, and do not name 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lagrpo.errors import check_is_pulled, describe_error, parse_json, parse_json_object
@@ -18,6 +19,17 @@ WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 TEXTS = ("*.json", "*.jinja")
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+)
 AGAIN = "copy or download it again"
 
 
@@ -25,7 +37,8 @@ def check_directory(directory: Path) -> None:
     """Raises ValueError for files of the model that are Git LFS pointers.
 
     Files that are never read may be pointers. Also raises it for weights that are only there as
-    pickles, and if the generation config is damaged.
+    pickles, if the generation config is damaged, and for a config with sizes that are too large
+    for the weights.
     """
     patterns = [*WEIGHTS, *TEXTS]
     if not (directory / "tokenizer.json").exists():
@@ -37,6 +50,7 @@ def check_directory(directory: Path) -> None:
         # transformers falls back to a pickled adapter, even with use_safetensors.
         _check_not_pickled(directory, "adapter_model.safetensors")
     _check_text(directory / GENERATION_CONFIG)
+    _check_sizes(directory)
 
 
 def has_whole_weights(directory: Path) -> bool:
@@ -104,6 +118,43 @@ def _check_shards(directory: Path) -> None:
     for shard in sorted(set(shard_of_weight.values())):
         if not (directory / shard).exists():
             raise ValueError(f"{directory / shard}, which {index.name} names, is missing: {AGAIN}")
+
+
+def _check_sizes(directory: Path) -> None:
+    """Raises ValueError for sizes in config.json that no model with these weights has.
+
+    Such a model would take forever to build, or fill the memory.
+    """
+    config = directory / "config.json"
+    shapes = _weight_shapes(directory)
+    if not config.is_file() or not shapes:
+        return
+    try:
+        entries = parse_json_object(config.read_bytes())
+    except ValueError:  # loading the model names the damage
+        return
+    num_tensors = len(shapes)
+    limits = dict.fromkeys(LAYER_COUNTS, num_tensors)
+    limits |= dict.fromkeys(SIZES, max(num_tensors, *map(math.prod, shapes)))
+    for section in (entries, entries.get("text_config")):
+        if not isinstance(section, dict):
+            continue
+        for name, limit in limits.items():
+            size = section.get(name)
+            if isinstance(size, int) and size > limit:
+                check_whole(directory)  # a missing file is the better reason
+                raise ValueError(f"{config}: {name} = {size} is too large for its weights: {AGAIN}")
+
+
+def _weight_shapes(directory: Path) -> list[list[int]]:
+    """Returns the shapes of all weights of a model, without those of damaged files."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: list[list[int]] = []
+    for file in _files(directory, WEIGHTS[0]):
+        with suppress(SafetensorError), safe_open(file, framework="np") as tensors:
+            shapes += [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
+    return shapes
 
 
 def _files(directory: Path, *patterns: str) -> Iterator[Path]:
