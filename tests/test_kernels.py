@@ -458,6 +458,19 @@ def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, cap
     assert len([*(tmp_path / "cache" / "kernels").iterdir()]) == 1
 
 
+def test_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\necho cc\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n',
+        encoding="utf-8",
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr(library, "is_own", lambda path: False)
+    computation = chosen(monkeypatch, "auto", str(compiler), tmp_path / "cache")
+    assert computation.startswith("PyTorch (no C kernels: ")
+    assert "another user" in computation
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
 def test_without_a_compiler_pytorch_computes_and_says_why(tmp_path, monkeypatch, compiler):
     assert chosen(monkeypatch, "auto", compiler, tmp_path).startswith(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,18 @@ def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype
             gradients.append(kernels.norm_backward(x, weight, rstd, grad_y, grad_total)[:2])
     assert gradients[0][1].abs().max() > 0
     assert all(map(torch.equal, gradients[0] * 2, gradients[1] + gradients[2]))
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "linked"])
+def test_path_of_another_user_is_not_own(tmp_path, monkeypatch, kind):
+    file = tmp_path / "file"
+    file.touch()
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    path = file if kind == "file" else link
+    assert machine.is_own(path)
+    if os.getuid() == 0:
+        os.chown(link if kind == "link" else file, 12345, -1, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert not machine.is_own(path)

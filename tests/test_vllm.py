@@ -7,6 +7,7 @@ import asyncio
 import base64
 import runpy
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -247,8 +248,16 @@ def test_directories_that_killed_runs_left_are_removed_and_no_others(monkeypatch
     (left / weights.LOCK).touch()
     users_data = tmp_path / "lagrpo-my-data"
     users_data.mkdir()
+    # Another user's, with a link to a file of this user.
+    (users_data / "file").write_text("text", encoding="utf-8")
+    others = tmp_path / "lagrpo-2-89abcdef"
+    others.mkdir()
+    (others / weights.LOCK).symlink_to(users_data / "file")
+    monkeypatch.setattr(weights, "is_own", lambda path: others not in (path, path.parent))
     transfer = weights.WeightTransfer()
-    assert set(tmp_path.iterdir()) == {in_use.root, users_data, transfer.root}
+    assert set(tmp_path.iterdir()) == {in_use.root, users_data, others, transfer.root}
+    assert (users_data / "file").read_text(encoding="utf-8") == "text"
+    shutil.rmtree(others)
     transfer.close([])
     in_use.close([])
     assert list(tmp_path.iterdir()) == [users_data]

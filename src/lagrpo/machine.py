@@ -46,6 +46,11 @@ def cache_directory() -> Path:
     return user_cache.expanduser() / "lagrpo"
 
 
+def is_own(path: Path) -> bool:
+    """True if a file or directory, and a link to it, are this user's or root's."""
+    return {path.lstat().st_uid, path.stat().st_uid} <= {os.getuid(), 0}
+
+
 def choose_threads(recorded: int | None = None, ranks: int = 1) -> int:
     """Returns the number of threads.
 

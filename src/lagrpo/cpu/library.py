@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lagrpo.machine import cache_directory
+from lagrpo.machine import cache_directory, is_own
 
 logger = logging.getLogger("lagrpo")
 
@@ -147,6 +147,11 @@ def load_library() -> tuple[ctypes.CDLL, str]:
         if not target.is_file():
             logger.info("compiling the C kernels for this processor, once: %s", target)
             _compile(compiler, flags, target)
+        if not (is_own(target.parent) and is_own(target)):
+            raise NoKernels(
+                f"{target} or its directory belongs to another user; "
+                "set LAGRPO_CACHE to a directory of your own"
+            )
         library = ctypes.CDLL(str(target))
         # ctypes cuts results to 32 bits unless it knows their type.
         library.pack_bytes.restype = ctypes.c_int64

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.cuda import nccl
 
+from lagrpo.machine import is_own
 from lagrpo.model.lora import load_adapter_weights, save_adapter
 from lagrpo.rollout.vllm.client import (
     LOAD_TIMEOUT,
@@ -394,6 +395,9 @@ def _remove_left_directories(parent: Path) -> None:
     for lock_file in parent.glob(f"lagrpo-*/{LOCK}"):
         root = lock_file.parent
         try:
+            # Another user may have put a link there. Locking would create or empty its file.
+            if not (is_own(root) and is_own(lock_file)):
+                continue
             with _lock_of(root).acquire(timeout=0):
                 shutil.rmtree(root, ignore_errors=True)
         except (Timeout, OSError):
