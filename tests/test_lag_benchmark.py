@@ -23,6 +23,7 @@ from experiments.lag.report import find_cells, leaders, rank_agreement
 from experiments.lag.starts import imitate_teacher, mean_score
 from experiments.lag.tasks import TASKS, Chain, Gamble, Task
 from experiments.lag.train import Batch, History, Run, Step, train
+from experiments.lag.verdicts import all_tasks_sentences, all_tasks_table, on_all_tasks
 from lagrpo.core.recipes import resolve
 
 PUBLISHED = load_methods("published")
@@ -499,6 +500,11 @@ def test_run_dies_within_the_updates_that_are_compared():
     assert not record.dies(32)
 
 
+def test_final_score_is_the_mean_of_the_last_tenth_of_the_updates_that_are_compared():
+    record = a_record("grpo", 1e-3, 0, [0.1] * 27 + [0.4, 0.5, 0.9] + [0.0] * 34)
+    assert record.final_score(30) == pytest.approx(0.6)
+
+
 def records_by_key(*records: Record) -> dict:
     return {record.key: record for record in records}
 
@@ -542,6 +548,38 @@ def test_leaders_are_methods_not_shown_to_be_below_the_first():
     )
     cells = find_cells(records, "published", "chain")
     assert leaders(cells, ("constant", 16)) == {"topr", "vespo"}
+
+
+@pytest.mark.parametrize(
+    ("end_of_prime_rl", "final", "counts"),
+    [
+        pytest.param(0.9, "inconclusive", "higher on none of them, lower on none", id="ends alike"),
+        pytest.param(1.0, "supported", "higher on 1 of them, lower on none", id="ends higher"),
+        pytest.param(0.8, "refuted", "higher on none of them, lower on 1", id="ends lower"),
+    ],
+)
+def test_method_is_compared_with_grpo_by_area_and_by_the_end(end_of_prime_rl, final, counts):
+    """The best at lag 0 gains .8; of 64 scores 54 differ by .2, and 10 by the parameter."""
+    records = records_by_key(
+        *(a_record("topr", 1e-3, seed, [0.9] * 64, lag=0) for seed in range(3)),
+        *(a_record("grpo", 1e-3, seed, [0.3] * 54 + [0.9] * 10) for seed in range(3)),
+        *(
+            a_record("prime_rl", 1e-3, seed, [0.5] * 54 + [end_of_prime_rl] * 10)
+            for seed in range(3)
+        ),
+    )
+    comparisons = on_all_tasks(records, "prime_rl", 16)
+    (on_chain,) = comparisons
+    assert (on_chain.task, on_chain.area.outcome, on_chain.final.outcome) == (
+        "chain",
+        "supported",
+        final,
+    )
+    sentences = all_tasks_sentences(comparisons, "`prime_rl`", 16)
+    assert "on 1 of 1" in sentences
+    assert counts in sentences
+    points = round(100 * (54 * 0.2 + 10 * (end_of_prime_rl - 0.9)) / 64 / 0.8)
+    assert f"better, +{points} ± 0" in all_tasks_table(comparisons)
 
 
 def test_more_seeds_are_planned_where_some_but_not_all_die():

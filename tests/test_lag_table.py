@@ -12,6 +12,7 @@ from rich.console import Console
 
 from experiments.lag.language_model import (
     at_best_rates,
+    at_both_rates,
     language_model_agreement,
     language_model_table,
     load_cells,
@@ -169,9 +170,17 @@ def test_recipes_show_the_lag_that_they_held():
     )
 
 
-def test_tables_of_the_package_and_the_pages_are_those_of_the_records():
-    methods = load_methods("published")
-    records = load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
+@pytest.fixture(scope="module")
+def methods():
+    return load_methods("published")
+
+
+@pytest.fixture(scope="module")
+def records(methods):
+    return load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
+
+
+def test_tables_of_the_package_and_the_pages_are_those_of_the_records(records, methods):
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     file = Path(lag_table.__file__).parent / lag_table.FILE
     assert file.read_text(encoding="utf-8") == package_table(cells, methods)
@@ -222,9 +231,17 @@ def test_language_model_cells_have_their_best_learning_rate(language_model_recor
     assert cells[1].mean("mean reward") == pytest.approx(0.5)
 
 
-def test_order_of_a_language_model_is_compared_lag_by_lag(language_model_record):
-    methods = load_methods("published")
-    records = load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [("topr", "70 / 10"), ("grpo", "– / 50"), ("vespo", "–")],
+    ids=["both rates", "one rate", "not run"],
+)
+def test_measure_of_a_language_model_is_shown_at_both_rates(language_model_record, recipe, text):
+    cells = load_cells(language_model_record)
+    assert at_both_rates(cells, recipe, 64, "mean reward") == text
+
+
+def test_order_of_a_language_model_is_compared_lag_by_lag(language_model_record, records, methods):
     rows = language_model_agreement(records, methods, (16, 64), language_model_record)
     # Both order the three losses alike at lag 64 on `chain`; one loss at lag 16 makes no order.
     assert rows[0] == [

@@ -16,6 +16,7 @@ include_patterns = [
     "reports/*.md",
     "benchmarks/**.md",
     "experiments/*.md",
+    "experiments/lag/results/*.md",
     "conformance/*.md",
 ]
 exclude_patterns = [".*", "build", "runs", "site", "src", "tests"]

@@ -1,4 +1,4 @@
-"""A language model beside the small tasks: the table of docs/staleness.md, and the order.
+"""A language model beside the small tasks: the table of reports/staleness.md, and the order.
 
 The runs are those of a study, SmolLM2-135M on single-digit addition, of which the record lies in
 experiments/papers/results:
@@ -25,6 +25,8 @@ from .verdicts import NOT_RUN, Records, agreement_text, areas
 RECORD = Path(__file__).parents[1] / "papers" / "results" / "staleness-llm.json"
 MEASURES = {"mean reward": "mean reward", "pass@1": "pass@1 at the end"}
 """What orders the losses with the language model, and its words in the table."""
+RATES = ("6e-6", "2e-5")
+"""A third of the better of two learning rates with fresh samples, and that rate."""
 Runs = Sequence[Mapping[str, float]]
 """the measures of the runs of a cell, one per seed"""
 
@@ -90,6 +92,18 @@ def language_model_table(
             row.append(f"{100 * kept[name]:.0f}" if name in kept else NOT_RUN)
         rows.append(row)
     return markdown_table(rows)
+
+
+def at_both_rates(cells: Sequence[LanguageModelCell], recipe: str, lag: int, measure: str) -> str:
+    """The mean of a measure in percent at each of RATES, as in "85 / 84"."""
+    by_rate = {cell.rate: cell for cell in cells if (cell.recipe, cell.lag) == (recipe, lag)}
+    if not by_rate:
+        return NOT_RUN
+    texts = []
+    for rate in RATES:
+        cell = by_rate.get(rate)
+        texts.append(f"{100 * cell.mean(measure):.0f}" if cell else NOT_RUN)
+    return " / ".join(texts)
 
 
 def language_model_agreement(

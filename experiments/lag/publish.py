@@ -1,4 +1,4 @@
-"""The tables of docs/off-policy.md and docs/staleness.md, the figure, and lag_table.json.
+"""The tables of docs/off-policy.md and reports/staleness.md, the figure, and lag_table.json.
 
 `python -m experiments.lag` writes them from the records, together with its report (report.py).
 """
@@ -17,7 +17,13 @@ from lagrpo.core.recipes import needs_of
 from lagrpo.runs.files import write_atomically
 from lagrpo.study.statistics import Interval
 
-from .language_model import language_model_agreement, language_model_table
+from .language_model import (
+    MEASURES,
+    at_both_rates,
+    language_model_agreement,
+    language_model_table,
+    load_cells,
+)
 from .methods import Method
 from .plan import VARIANT_RATES
 from .records import Record, RunKey
@@ -32,16 +38,25 @@ from .report import (
     rate_name,
     write_figure,
 )
-from .verdicts import agreement_table, variants_table, verdicts_table
+from .verdicts import (
+    agreement_table,
+    all_tasks_sentences,
+    all_tasks_table,
+    on_all_tasks,
+    variants_table,
+    verdicts_table,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FIGURE = DOCS / "images" / "lag.png"
 PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
 BLOCKS_OF_PAGES = {
-    DOCS / "off-policy.md": ("table",),
-    DOCS / "staleness.md": (
+    DOCS / "off-policy.md": ("expectations",),
+    ROOT / "reports" / "staleness.md": (
+        "table",
         "verdicts",
+        "tasks",
         "learning rates",
         "schedules",
         "agreement",
@@ -53,6 +68,17 @@ BLOCKS_OF_PAGES = {
 LAGS = (16, 64, 256)
 SCHEDULES_LAG = 64
 """the largest age of the schedules that are compared"""
+EXPECTATIONS = (
+    (0, "stale_reinforce"),
+    (16, "prime_rl"),
+    (16, "grpo"),
+    (64, "prime_rl"),
+    (64, "grpo"),
+    (256, "rec_one_side_nois_wide"),
+    (256, "grpo"),
+)
+"""Lag and method of the rows that docs/off-policy.md shows beside its advice."""
+RECOMMENDED = "prime_rl"
 
 Records = Mapping[RunKey, Record]
 
@@ -112,16 +138,24 @@ def _measured(cell: Cell) -> dict[str, Any]:
     }
 
 
-# docs/off-policy.md and docs/staleness.md
+# docs/off-policy.md and reports/staleness.md
 
 
 def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, str]:
     """The text of each part of BLOCKS_OF_PAGES."""
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     labels = {method.name: method.label for method in methods.values()}
+    on_tasks = on_all_tasks(records, RECOMMENDED, SCHEDULES_LAG)
     return {
+        "expectations": "\n\n".join(
+            [
+                expectations_table(cells, methods),
+                all_tasks_sentences(on_tasks, labels[RECOMMENDED], SCHEDULES_LAG),
+            ]
+        ),
         "table": page_table(cells, methods),
         "verdicts": verdicts_table(cells, labels, LAGS),
+        "tasks": all_tasks_table(on_tasks),
         "learning rates": learning_rates_table(cells, methods),
         "schedules": schedules_table(records, methods),
         "agreement": agreement_table(
@@ -141,15 +175,35 @@ def with_block(page: str, name: str, text: str) -> str:
     return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
 
 
+def expectations_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
+    """A row for each of EXPECTATIONS: area kept, and the measures of the language model.
+
+    A cell has the value at a third of the best learning rate with fresh samples, then at that rate.
+    """
+    head = ["lag", "loss", *(f"area kept on `{task}`" for task in TASKS)]
+    rows = [[*head, *(f"SmolLM2-135M, {words}" for words in MEASURES.values())]]
+    language_model_cells = load_cells()
+    for lag, name in EXPECTATIONS:
+        method = methods[name]
+        # With fresh samples, the loss without any correction is plain REINFORCE.
+        row = [str(lag), "REINFORCE" if lag == 0 else method.label]
+        for task in TASKS:
+            row.append(both_rates_text(cells[task].get((name, ("constant", lag)))))
+        for measure in MEASURES:
+            row.append(at_both_rates(language_model_cells, method.recipe_name, lag, measure))
+        rows.append(row)
+    return markdown_table(rows)
+
+
 def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
     """A row per method.
 
-    Area kept, learning rates at which every seed lives, area kept at one rate, needs, programs that
+    Area kept, stable learning rates (every seed lives), area kept at one rate, needs, programs that
     ship it, source.
     """
     head = ["loss"]
     head += [f"{task} {lag}" for task in TASKS for lag in LAGS]
-    head += ["learning rates", "at one rate", "needs", "shipped by", "source"]
+    head += ["stable learning rates", "at one rate", "needs", "shipped by", "source"]
     rows = [head]
     for method, largest_lag in ranked(cells, methods):
         row = [method.label]

@@ -75,12 +75,19 @@ class Record:
 
         The end and the peak are means over a tenth of these updates.
         """
+        tenths = self._means_of_a_tenth(updates)
+        return tenths[-1] < self.start or tenths[-1] < 0.8 * max(tenths)
+
+    def final_score(self, updates: int) -> float:
+        """The mean score of the last tenth of the first updates."""
+        return self._means_of_a_tenth(updates)[-1]
+
+    def _means_of_a_tenth(self, updates: int) -> list[float]:
+        """The moving mean over a tenth of these updates."""
         curve = self._first_points(updates)
         tenth = max(1, round(len(curve) / 10))
-        final = fmean(curve[-tenth:])
         ends = range(tenth, len(curve) + 1)
-        peak = max(fmean(curve[end - tenth : end]) for end in ends)
-        return final < self.start or final < 0.8 * peak
+        return [fmean(curve[end - tenth : end]) for end in ends]
 
     def _first_points(self, updates: int) -> list[float]:
         # Whatever the length of a run, a point of its curve stands for the same share of it.

@@ -101,6 +101,12 @@ class Cell:
         return self.kept(self.best_rate)
 
     @property
+    def final_scores(self) -> dict[int, float]:
+        """The score at the end of the run, at the best learning rate, by seed."""
+        runs = self.by_rate[self.best_rate]
+        return {seed: record.final_score(self.updates) for seed, record in runs.items()}
+
+    @property
     def living_rates(self) -> list[float]:
         """The learning rates at which no seed dies."""
         return [
@@ -203,6 +209,15 @@ def verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:
     if cell is None or baseline is None:
         return None
     return judge(_paired(cell.best, baseline.best), ">")
+
+
+def final_verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:
+    """As `verdict_on`, but on the scores at the end of the runs."""
+    cell = cells.get((method, column))
+    baseline = cells.get((BASELINE, column))
+    if cell is None or baseline is None:
+        return None
+    return judge(_paired(cell.final_scores, baseline.final_scores), ">")
 
 
 def held_out_verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:

@@ -1,6 +1,6 @@
-"""Tables of docs/staleness.md: losses that beat plain GRPO, and how far orders of losses agree.
+"""Tables of reports/staleness.md: losses that beat plain GRPO, and how far orders of losses agree.
 
-`publish.py` writes both into docs/staleness.md, so that the page never says more than the records.
+`publish.py` writes them, so that the report never says more than the records.
 """
 
 from __future__ import annotations
@@ -11,12 +11,22 @@ from statistics import fmean
 from typing import Literal
 
 from lagrpo.core.lag_table import TASKS
+from lagrpo.study.statistics import Verdict
 
 from .ages import Kind
 from .methods import Table
 from .plan import LARGE_RATES, MAIN_METHODS, VARIANT_RATES
 from .records import Record, RunKey
-from .report import BASELINE, Cells, Column, find_cells, markdown_table, rank_agreement, verdict_on
+from .report import (
+    BASELINE,
+    Cells,
+    Column,
+    final_verdict_on,
+    find_cells,
+    markdown_table,
+    rank_agreement,
+    verdict_on,
+)
 from .tasks import TASKS as ALL_TASKS
 
 Records = Mapping[RunKey, Record]
@@ -130,6 +140,70 @@ def _summary(on_chain: Word, on_gamble: Word) -> str:
     if on_chain == "better":
         return f"better on `chain`, {on_gamble} on `gamble`"
     return "worse on one task, undecided on the other"
+
+
+# One loss on all tasks
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstBaseline:
+    """A method against plain GRPO on a task, both at their best learning rates."""
+
+    task: str
+    area: Verdict
+    """on the areas kept"""
+    final: Verdict
+    """on the scores at the end"""
+
+
+def on_all_tasks(records: Records, method: str, lag: int) -> list[AgainstBaseline]:
+    """A method against plain GRPO on each task that both were run on, at a constant lag."""
+    column = ("constant", lag)
+    comparisons = []
+    for task in ALL_TASKS:
+        cells = find_cells(records, "published", task)
+        area = verdict_on(cells, method, column)
+        final = final_verdict_on(cells, method, column)
+        if area is not None and final is not None:
+            comparisons.append(AgainstBaseline(task, area, final))
+    return comparisons
+
+
+def all_tasks_table(comparisons: Sequence[AgainstBaseline]) -> str:
+    """A row per task: the differences in points, and their verdicts."""
+    rows = [["task", "seeds", "area kept", "score at the end"]]
+    for item in comparisons:
+        seeds = item.area.difference.n if item.area.difference else 0
+        row = [f"`{item.task}`", str(seeds), _difference_text(item.area, digits=0)]
+        rows.append([*row, _difference_text(item.final, digits=1)])
+    return markdown_table(rows)
+
+
+def _difference_text(verdict: Verdict, digits: int) -> str:
+    """A verdict and its difference in points, as in "better, +8 ± 1"."""
+    difference = verdict.difference
+    if difference is None:
+        return NOT_RUN
+    half = "" if difference.half is None else f" ± {100 * difference.half:.{digits}f}"
+    mean = f"{100 * difference.mean:+.{digits}f}".replace("-", "−")
+    return f"{WORDS[verdict.outcome]}, {mean}{half}"
+
+
+def all_tasks_sentences(comparisons: Sequence[AgainstBaseline], label: str, lag: int) -> str:
+    """The same in words: on how many tasks the method gains more, and on how many it ends higher.
+
+    `label` has the text of the method.
+    """
+    better = [item for item in comparisons if item.area.outcome == "supported"]
+    points = [round(100 * item.area.difference.mean) for item in better if item.area.difference]
+    higher = sum(item.final.outcome == "supported" for item in comparisons)
+    lower = sum(item.final.outcome == "refuted" for item in comparisons)
+    distance = f", by {min(points)} to {max(points)} points" if points else ""
+    return (
+        f"At lag {lag} {label} keeps more than `{BASELINE}` on {len(better)} of "
+        f"{len(comparisons)} small tasks{distance}. "
+        f"It ends higher on {higher or 'none'} of them, lower on {lower or 'none'}."
+    )
 
 
 # Agreement

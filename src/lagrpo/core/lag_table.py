@@ -2,7 +2,8 @@
 
 They are in lag_table.json, which `python -m experiments.lag --report` writes. The numbers come from
 two small tasks: `chain` has one right answer and an exact reward, `gamble` has many answers, graded
-rewards and luck. docs/off-policy.md has the whole table, and the limits of its conclusions.
+rewards and luck. reports/staleness.md has the whole table, docs/staleness.md the limits of its
+conclusions.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def show_recipes(console: Console | None = None) -> None:
     legend = [
         SYMBOLS,
         "held: the largest constant lag, in updates, at which it was measured to hold on both",
-        "tasks of docs/off-policy.md; empty: not measured",
+        "tasks of docs/staleness.md; empty: not measured",
         "needs: log-probs of α, π_k or π_ref; "
         "lag: the staleness of each token; step: a second pass",
         "over the step",
