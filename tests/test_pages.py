@@ -153,6 +153,11 @@ def test_python_in_a_report_prints_what_the_page_shows(report):
     assert outcome.failed == 0
 
 
+def test_page_of_commands_shows_every_command():
+    page = text_of(Path("docs/commands.md"))
+    assert COMMANDS.keys() <= set(re.findall(r"^\$ lagrpo ([a-z-]+)", page, re.MULTILINE))
+
+
 def test_columns_of_rollouts_are_documented():
     assert set(rollout_schema(["NAME"]).names) <= set(
         re.findall(r"`(\w+)`", text_of(Path("docs/run-files.md")))

@@ -1,0 +1,191 @@
+"""Write docs/commands.md: each command of lagrpo with the output that it had, shortened.
+
+    python docs/website/commands.py
+
+It runs the commands in a temporary directory, two batches of the demo among them: some minutes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lagrpo.cli import COMMANDS
+
+DOCS = Path(__file__).parents[1]
+WIDTH = 116
+"""Columns of the terminal. Longer lines are cut."""
+
+BEGINNING = """# Commands
+
+Find the command for what you want to do, and see what it prints.
+
+| to | type |
+|---|---|
+"""
+
+END = """
+`--help` after a command lists its options; `--debug` shows the traceback of an error. Exit codes:
+0 done, 1 the run failed or verify found a difference, 2 wrong input; 128 + the signal's number if
+a signal stopped it, such as 130 for Ctrl-C.
+
+The outputs are real, from a CPU with two cores. Numbers differ by machine, and … stands for what
+was left out. `docs/website/commands.py` writes this page.
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command, and the lines of its output that the page shows."""
+
+    command: str
+    """the words after `lagrpo`"""
+    purpose: str
+    lines: str = ""
+    """pattern of lines that are shown; all by default"""
+    count: int = 9
+    """most lines that are shown"""
+    note: str = ""
+    before: str = ""
+    """a command that must have run, which the page does not show"""
+
+
+EXAMPLES = [
+    Example(
+        "train demo --dry-run",
+        "see what settings mean",
+        r"\[schedule\]|batches =|# (data|recipe|batch|schedule|run|memory) ",
+        note="The resolved settings as TOML, then what they mean: samples, staleness, memory.",
+    ),
+    Example(
+        "train demo --schedule.batches 2 --run.name first",
+        "train",
+        r"directory|schedule|agreement|  step|  +\d+  |  pass@1|  next ",
+        note="A line for each batch, evaluations before and after, and what to type next.",
+    ),
+    Example(
+        "train --resume runs/first",
+        "resume a run",
+        r"directory|resumed|Finished|  pass@1",
+        note="From its newest checkpoint. This run is finished, so nothing is left to do.",
+    ),
+    Example(
+        "eval runs/first/weights/final --eval.num_samples 4",
+        "evaluate a model",
+        r".* on |  (reward|pass@|per-prompt)",
+        note="On the held-out prompts of the run, or with `--task NAME` on others.",
+    ),
+    Example(
+        "compare runs/first runs/second",
+        "compare runs",
+        note="A column for each run: settings that differ, metrics, evaluations.",
+        before="train demo --schedule.batches 2 --schedule.sync_every 2 --run.name second",
+    ),
+    Example(
+        "view runs/first --text",
+        "read completions",
+        r".*\S",
+        note="The completions of a batch by prompt, with rewards, versions and staleness.",
+    ),
+    Example("view runs/first", "look at curves, completions and tokens in a browser"),
+    Example(
+        "verify runs/first --rows 16",
+        "check a run",
+        r"check|texts|rewards|samples|rollout_logprobs|weight syncs|\d+ differences",
+        note="Replays the run with plain transformers, and counts the values that differ.",
+    ),
+    Example(
+        "study experiments/papers/fig2-small.toml "
+        "--results experiments/papers/results/fig2-small.json --report",
+        "compare methods over seeds",
+        note="A verdict for each claim of the study. Without `--report` it makes the missing runs.",
+    ),
+    Example(
+        "recipes",
+        "list the losses",
+        r".*\S",
+        count=7,
+        note="*held* is the largest staleness, in updates, at which the loss held.",
+    ),
+    Example(
+        "recipes dapo",
+        "read one loss",
+        r"(recipe|formula|source|needs|staleness|made of) |  .*epsilon_high =|def ",
+        note="Formula, source, knobs, and the code of its functions.",
+    ),
+    Example("env", "report versions and hardware", r"(lagrpo|torch|transformers|kernels|dtype) "),
+    Example(
+        "vllm-serve --help",
+        "start a vLLM server for runs to attach to",
+        r"usage|.*(MODEL|port|max-model|weight|lora)",
+        note="Without `--help` it prints the settings to attach with, and becomes the server.",
+    ),
+]
+
+
+def run_commands() -> Iterator[tuple[Example, str]]:
+    """Each example with its output. Skips commands that this version does not have."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "experiments").symlink_to(DOCS.parent / "experiments")
+        for example in EXAMPLES:
+            if example.command.split()[0] not in COMMANDS:
+                continue
+            if example.before:
+                run(example.before, directory)
+            yield example, run(example.command, directory)
+
+
+def run(command: str, directory: str) -> str:
+    """The output of a command in this directory, without the directories of this machine."""
+    print(f"lagrpo {command}", file=sys.stderr)
+    result = subprocess.run(
+        [sys.executable, "-m", "lagrpo", *command.split()],
+        cwd=directory,
+        env={**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = result.stdout + result.stderr
+    return text.replace(f"{Path(sys.executable).parent}/", "").replace(f"{directory}/", "")
+
+
+def shorten(output: str, example: Example) -> Iterator[str]:
+    """The lines that the page shows, with … for others."""
+    pattern = re.compile(example.lines)
+    shown, left_out = 0, False
+    for line in output.splitlines():
+        if not pattern.match(line) or shown == example.count:
+            left_out = left_out or bool(line.strip())
+            continue
+        if left_out and shown:
+            yield "…"
+        left_out = False
+        shown += 1
+        yield line.rstrip() if len(line.rstrip()) <= WIDTH else f"{line[: WIDTH - 1].rstrip()}…"
+    if left_out:
+        yield "…"
+
+
+def write_page(outputs: Sequence[tuple[Example, str]]) -> str:
+    """The text of the page."""
+    rows: list[str] = []
+    sections: list[str] = []
+    for example, output in outputs:
+        heading = example.purpose[0].upper() + example.purpose[1:]
+        anchor = re.sub(r"[^a-z ]", "", heading.lower()).replace(" ", "-")
+        rows.append(f"| [{example.purpose}](#{anchor}) | `lagrpo {example.command}` |\n")
+        lines = "\n".join(shorten(output, example))
+        block = f"```console\n$ lagrpo {example.command}\n{lines}\n```\n"
+        note = f"{example.note}\n\n" if example.note else ""
+        sections.append(f"\n## {heading}\n\n{note}{block}")
+    return "".join([BEGINNING, *rows, END, *sections])
+
+
+if __name__ == "__main__":
+    page = write_page(list(run_commands()))
+    (DOCS / "commands.md").write_text(page, encoding="utf-8")
