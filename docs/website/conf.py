@@ -37,6 +37,7 @@ NAVIGATION = {
     "Start": [
         "quickstart",
         "from-trl",
+        "from-verl",
         "data-and-rewards",
         "off-policy",
         "staleness",
@@ -46,8 +47,8 @@ NAVIGATION = {
         "multi-turn",
     ],
     "Runs": ["evaluation", "checkpoints", "inspect", "studies", "verify"],
-    "Hardware": ["gpus", "vllm", "scaling", "lora", "precision"],
-    "Reference": ["settings", "metrics", "run-files", "architecture", "papers"],
+    "Hardware": ["gpus", "vllm", "lora", "precision"],
+    "Reference": ["commands", "settings", "metrics", "run-files", "architecture", "papers"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/settings.md, docs/metrics.md and docs/from-trl.md from lists in code.
+"""Write the tables of settings.md, metrics.md, from-trl.md and from-verl.md from lists in code.
 
     python docs/website/reference.py
 
@@ -16,6 +16,9 @@ from lagrpo.settings.other_trainers import NAMES_OF_TRAINERS, TITLES
 from lagrpo.settings.schema import Settings
 
 DOCS = Path(__file__).parents[1]
+
+UNAVAILABLE = "not available: "
+"""Beginning of the text about a name that has no counterpart."""
 
 
 def setting_rows() -> Iterator[str]:
@@ -36,40 +39,39 @@ def metric_rows() -> Iterator[str]:
 
 
 def name_rows(trainer: str) -> Iterator[str]:
+    """Rows of the names of a trainer, with names of the same text in one row."""
     yield from (f"| {TITLES[trainer]} | lagrpo |", "|---|---|")
+    rows: dict[str, dict[str, list[str]]] = {}  # heading -> text -> names
     for heading, entries in NAMES_OF_TRAINERS[trainer].items():
-        yield f"| **{heading}** | |"
         for name, text in entries.items():
-            yield f"| `{name}` | {text.replace(' x ', ' × ')} |"
+            reason = text.removeprefix(UNAVAILABLE)
+            place = heading if reason == text else "No such setting"
+            rows.setdefault(place, {}).setdefault(reason, []).append(f"`{name}`")
+    rows["No such setting"] = rows.pop("No such setting")  # the last
+    for heading, names_of_texts in rows.items():
+        yield f"| **{heading}** | |"
+        for text, names in names_of_texts.items():
+            yield f"| {', '.join(names)} | {text.replace(' x ', ' × ')} |"
 
 
-def fill_page(name: str, rows: Iterator[str]) -> str:
-    """The page with these rows under the heading "All NAME"."""
-    return fill_table((DOCS / f"{name}.md").read_text(encoding="utf-8"), name, rows)
-
-
-def fill_table(text: str, name: str, rows: Iterator[str]) -> str:
-    """The text with these rows between the heading "All NAME" and the next blank line."""
-    before, heading, rest = text.partition(f"\n## All {name}\n\n")
+def fill_page(name: str, table: str, rows: Iterator[str]) -> str:
+    """The page NAME with these rows between the heading "All TABLE" and the next blank line."""
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    before, heading, rest = text.partition(f"\n## All {table}\n\n")
     _, blank, after = rest.partition("\n\n")
-    return "".join([before, heading, "\n".join(rows), blank, after])
-
-
-def fill_names() -> str:
-    """The page about other trainers, with the table of each."""
-    text = (DOCS / "from-trl.md").read_text(encoding="utf-8")
-    for trainer, title in TITLES.items():
-        text = fill_table(text, f"names of {title}", name_rows(trainer))
-    return text if text.endswith("\n") else text + "\n"
+    return "".join([before, heading, "\n".join(rows), blank or "\n", after])
 
 
 def fill_pages() -> dict[str, str]:
     """The text of each page by its name."""
-    return {
-        "settings": fill_page("settings", setting_rows()),
-        "metrics": fill_page("metrics", metric_rows()),
-        "from-trl": fill_names(),
+    pages = {
+        "settings": fill_page("settings", "settings", setting_rows()),
+        "metrics": fill_page("metrics", "metrics", metric_rows()),
     }
+    for trainer, title in TITLES.items():
+        page = f"from-{trainer}"
+        pages[page] = fill_page(page, f"names of {title}", name_rows(trainer))
+    return pages
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Translates the settings of TRL and verl.
 
-Messages about unknown settings use the table, and so does docs/from-trl.md.
+Messages about unknown settings use the table, and so do docs/from-trl.md and docs/from-verl.md.
 """
 
 from __future__ import annotations
