@@ -108,20 +108,20 @@ EXAMPLES = [
         "recipes",
         "list the losses",
         r".*\S",
-        count=7,
+        count=6,
         note="*held* is the largest staleness, in updates, at which the loss held.",
     ),
     Example(
         "recipes dapo",
         "read one loss",
-        r"(recipe|formula|source|needs|staleness|made of) |  .*epsilon_high =|def ",
+        r"(recipe|formula|source|needs|made of) |  .*epsilon_high =|def clipped",
         note="Formula, source, knobs, and the code of its functions.",
     ),
     Example("env", "report versions and hardware", r"(lagrpo|torch|transformers|kernels|dtype) "),
     Example(
         "vllm-serve --help",
         "start a vLLM server for runs to attach to",
-        r"usage|.*(MODEL|port|max-model|weight|lora)",
+        r"usage|MODEL|--(port|weight)",
         note="Without `--help` it prints the settings to attach with, and becomes the server.",
     ),
 ]
