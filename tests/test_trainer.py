@@ -375,13 +375,20 @@ def test_choice_of_deterministic_algorithms_is_the_caller_s_again_after_a_step(
 
 
 def test_learning_rate_schedules():
-    constant = Optimization(lr=1.0, warmup=3, updates=14)
+    constant = Optimization(lr=1.0, warmup=3, updates=13)
     # A rate of 0 would waste the first update, so the warm-up begins at 1 / (warmup + 1).
-    assert [constant.rate(u) for u in (0, 1, 2, 3, 13)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [constant.rate(u) for u in (0, 1, 2, 3, 12)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     linear = replace(constant, schedule="linear")
-    assert [linear.rate(u) for u in (3, 8, 13)] == [1.0, 0.5, 0.0]
+    assert [linear.rate(u) for u in (3, 8, 12)] == pytest.approx([1.0, 0.5, 0.1])
     cosine = replace(constant, schedule="cosine")
-    assert [cosine.rate(u) for u in (3, 8, 13)] == pytest.approx([1.0, 0.5, 0.0])
+    assert [cosine.rate(u) for u in (3, 8, 12)] == pytest.approx(
+        [1.0, 0.5, (1 + math.cos(0.9 * math.pi)) / 2]
+    )
+
+
+def test_last_update_of_a_line_has_a_rate_above_zero():
+    linear = Optimization(lr=1.0, schedule="linear", updates=4)
+    assert [linear.rate(u) for u in range(4)] == [1.0, 0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -335,7 +335,7 @@ class OptimizerSettings(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """constant, linear or cosine (to 0 at the last update), after the warm-up"""
+    """constant, linear or cosine (0 after the last update), after the warm-up"""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises to its value"""
     betas: tuple[Beta, Beta] = (0.9, 0.999)

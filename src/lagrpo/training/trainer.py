@@ -74,8 +74,9 @@ class Optimization:
     def rate(self, update: int, ess_share: float | None = None) -> float:
         """Returns the learning rate of update 0, 1, ….
 
-        Linear warm-up over `warmup` updates, then constant, or from lr down to 0 at update
-        `updates` - 1 along a line or half a cosine. Masked batches make no update.
+        Linear warm-up over `warmup` updates, then constant, or from lr down along a line or half a
+        cosine that reaches 0 after the last update, as in transformers: without a warm-up the
+        factors of a line over N updates are 1, (N - 1)/N, …, 1/N. Masked batches make no update.
 
         With `full_rate_ess` the rate is scaled by sqrt(min(1, ess_share / full_rate_ess)),
         `ess_share` being the effective sample size of the step's completions over their number:
@@ -90,8 +91,8 @@ class Optimization:
         if update < self.warmup:
             # Above 0 at the first update; update `warmup` is the first with the full rate.
             return self.lr * (update + 1) / (self.warmup + 1)
-        # 0 after the warm-up, 1 at the last update.
-        progress = (update - self.warmup) / max(1, self.updates - 1 - self.warmup)
+        # 0 after the warm-up, 1 where an update after the last one would be.
+        progress = (update - self.warmup) / max(1, self.updates - self.warmup)
         factor = {
             "constant": 1.0,
             "linear": 1 - progress,
