@@ -20,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from lagrpo import cli
 from lagrpo.errors import SettingsError, explain_os_error
 from lagrpo.runs import directory, files, plots
 from lagrpo.runs.comparing import compare
@@ -450,6 +451,35 @@ def test_runs_of_a_table_have_distinct_names(run, tmp_path, monkeypatch):
     assert compare([run, other.path]).index.tolist() == [str(run.path), str(other.path)]
     monkeypatch.chdir(other.path)
     assert compare(".").index.tolist() == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "last", "largest", "reward"),
+    [(1, None, 9, 6.5), (4, None, 3, 9.5), (4, 2, 3, 10.5), (16, None, 9, 5.5)],
+    ids=["on-policy: 10 batches", "a cycle of 4", "two batches", "fewer than a cycle"],
+)
+def test_recent_metrics_cover_a_cycle_of_weight_syncs(tmp_path, sync_every, last, largest, reward):
+    """Batch b of 12 has the reward b - 1 and the staleness (b - 1) mod 4, but 9 in batch 5."""
+    config = f"[schedule]\nsync_every = {sync_every}\n"
+    run = Run.create(tmp_path, "one", SETTINGS, config, {})
+    for b in range(12):
+        run.record({"step": b + 1, "reward": b, "staleness/max": 9 if b == 4 else b % 4})
+    row = compare(run, last).loc["one"]
+    assert (row["staleness/max"], row["reward"]) == (largest, reward)
+
+
+def test_compare_prints_each_run_with_its_intervals(tmp_path, capsys):
+    for name, value in (("first", 0.25), ("second", 0.5)):
+        run = Run.create(tmp_path, name, SETTINGS, f"[run]\nseed = {value}\n", {})
+        run.record({"step": 1, "reward": value})
+        summary = {"step": 1, "pass@1": value, "pass@1_low": 0.1, "pass@1_high": 0.9}
+        run.record_evaluation("after", summary, [])
+    cli.main(["compare", str(tmp_path / "first"), str(tmp_path / "second")])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["first", "second"]
+    lines = {line.split()[0]: line.split()[1:] for line in printed[1:]}
+    assert lines["reward"] == ["0.25", "0.5"]
+    assert "".join(lines["eval/pass@1"]) == "0.25(0.1to0.9)0.5(0.1to0.9)"
 
 
 # The reward curve and the environment

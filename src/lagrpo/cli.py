@@ -7,6 +7,7 @@
     lagrpo eval MODEL --task NAME  measure pass@k of a model, with intervals
     lagrpo study FILE.toml         make the runs of a grid over seeds, and compare them
     lagrpo view RUN …              show runs as one HTML page, or with --text in the terminal
+    lagrpo compare RUN …           print settings that differ, metrics and evaluations of runs
     lagrpo recipes [NAME]          list the losses, or print one with its code
     lagrpo vllm-serve MODEL        start a vLLM server for runs to attach to
     lagrpo verify RUN              replay a run with plain transformers and report differences
@@ -452,6 +453,26 @@ def view(
         pages.view(runs, out, completions, opens=open, port=port if serve else None)
 
 
+def add_compare_arguments(parser: CommandParser) -> None:
+    """Adds the arguments of `compare`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--last", type=int)
+
+
+def compare(runs: Sequence[Path], last: int | None) -> None:
+    """Print one table of runs: the settings that differ, metrics, and evaluations with intervals.
+
+    RUN …     directories of runs, a column each
+    --last N  batches that the metrics are over; default: one cycle of weight syncs (sync_every), or
+              10 with a sync before every batch
+    """
+    if last is not None and last < 1:
+        raise SettingsError(f"--last = {last}: compare at least one batch")
+    from lagrpo.terminal.show import show_comparison
+
+    show_comparison(runs, last)
+
+
 def add_verify_arguments(parser: CommandParser) -> None:
     """Adds the arguments of `verify`."""
     parser.add_argument("run", type=Path, metavar="RUN")
@@ -589,6 +610,7 @@ class SimpleCommand:
 
 SIMPLE_COMMANDS = {
     "view": SimpleCommand("view RUN … [OPTIONS]", view, add_view_arguments),
+    "compare": SimpleCommand("compare RUN … [--last N]", compare, add_compare_arguments),
     "verify": SimpleCommand("verify RUN [OPTIONS]", verify, add_verify_arguments),
     "recipes": SimpleCommand("recipes [NAME]", recipes, add_recipes_arguments),
     "env": SimpleCommand("env", env, lambda parser: None),

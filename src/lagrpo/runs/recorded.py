@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,33 @@ class RecordedRun:
     def seed(self) -> int | None:
         """`run.seed`; None if config.toml has none."""
         return self.settings.get("run", {}).get("seed")
+
+    @property
+    def recent_batches(self) -> int:
+        """The number of last batches that say where the run stands.
+
+        It is a whole cycle of weight syncs, because the last batch before a sync is the stalest and
+        the first one after it is fresh; 10 if every batch has its sync.
+        """
+        sync_every = self.settings.get("schedule", {}).get("sync_every", 1)
+        return sync_every if sync_every > 1 else 10
+
+    def recent(self, metric: str, batches: int | None = None) -> float | None:
+        """Returns a metric over the last `batches` (default: `recent_batches`).
+
+        It is the mean, and for a metric that is a maximum the largest. Batches without the metric
+        are left out; None if all are.
+        """
+        lines = self.metrics[-(batches or self.recent_batches) :]
+        values = [line[metric] for line in lines if line.get(metric) is not None]
+        if not values:
+            return None
+        return max(values) if is_maximum(metric) else math.fsum(values) / len(values)
+
+
+def is_maximum(metric: str) -> bool:
+    """True if a metric is the largest value in its batch, such as staleness/max."""
+    return metric.endswith("max")
 
 
 def load_runs(runs: Sequence[Run | Path | str]) -> list[RecordedRun]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -16,9 +19,10 @@ from rich.table import Table
 
 from lagrpo.errors import as_settings_error, parse_json
 from lagrpo.runs import reading
+from lagrpo.runs.comparing import compare
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.terminal.text import MARKS, Text, count_of, formatted, unscored_text
+from lagrpo.terminal.text import ABSENT, MARKS, Text, count_of, formatted, unscored_text
 from lagrpo.types import ExcludedReason, JsonObject, JsonView, OutcomeKind, Range, is_correct
 
 Row = JsonObject
@@ -232,6 +236,38 @@ def _title(run: Run, rows: list[Row], batches: list[int], note: str) -> Text:
         facts.append(f"{len(rows) - len(rewards)} of {len(rows)} not scored")
     facts.append(f"rollouts of batches {batches[0]} to {batches[-1]} are on disk")
     return Text.assemble((str(run.path), "bold"), "\n" + SEPARATOR.join(facts))
+
+
+def show_comparison(
+    runs: Sequence[Path], last: int | None = None, console: Console | None = None
+) -> None:
+    """Prints the table of `lagrpo.compare`, with a column for each run.
+
+    An interval stands behind its value. Raises as `compare`, and SettingsError for damaged files.
+    """
+    with as_settings_error():
+        comparison = compare(runs, last)
+    table = Table("", *[Text(str(name)) for name in comparison.index], box=None)
+    names = list(comparison.columns)
+    ends_of_intervals = {f"{name}{end}" for name in names for end in ("_low", "_high")}
+    for name in names:
+        if name in ends_of_intervals:
+            continue
+        cells = []
+        for _, row in comparison.iterrows():
+            cell = _cell(row[name])
+            if f"{name}_low" in names and cell != ABSENT:
+                cell += f" ({_cell(row[f'{name}_low'])} to {_cell(row[f'{name}_high'])})"
+            cells.append(cell)
+        table.add_row(Text(name, "dim"), *map(Text, cells))
+    (console or make_console()).print(table)
+
+
+def _cell(value: Any) -> str:
+    """Returns a setting, or a number with four digits; "–" for a missing one."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return ABSENT if math.isnan(value) else f"{value:.4g}"
+    return ABSENT if value is None else str(value)
 
 
 def show_recipes(console: Console | None = None) -> None:

@@ -193,6 +193,7 @@ def _read(run: Run, recorded: RecordedRun) -> JsonObject:
         "path": str(run.path),
         "range": list(reading.load_reward_range(run)),
         "total": settings.get("schedule.batches"),
+        "recent": recorded.recent_batches,
         "status": _status(run, events),
         "notes": notes,
         "metrics": {name: [line.get(name) for line in metrics] for name in names},

@@ -299,14 +299,14 @@ function lastValues(lasts) {
   );
 }
 
-/** A metric in small: a line for each unit, the values of the last batch, and a sign where one is worth a look. */
+/** A metric in small: a line for each unit, the values of the last batches, and a sign where one is worth a look. */
 function small(units, [metric, worth, why], state, width, select) {
   const cardState = { metric, x: "batch", smooth: width, log: false };
   const curves = units.map((unit) => [unit, unitCurve(unit, cardState)]);
   const values = curves.flatMap(([, { y }]) => y).filter((y) => y !== null);
   if (!values.length) return null;
-  // The last batch by itself: a mean over batches would hide how stale or how slow it was.
-  const lasts = units.map((unit) => [unit, unitCurve(unit, { ...cardState, smooth: 1 }).y.at(-1)]);
+  // A cycle of weight syncs: the last batch by itself may be the only fresh one.
+  const lasts = units.map((unit) => [unit, recentOfUnit(unit, metric)]);
   const noted = worth ? lasts.filter(([unit, value]) => !missing(value) && worth(value, unit.runs[0])) : [];
   const names = noted.map(([unit]) => unit.name).join(", ");
   const isOne = units.length === 1;
@@ -323,6 +323,7 @@ function small(units, [metric, worth, why], state, width, select) {
     el("span", { class: "head" }, el("b", { text: metric }), isOne ? el("span", { text: show(lasts[0][1]) }) : null),
     sparkline(curves, values),
     isOne ? null : lastValues(lasts),
+    el("span", { class: "over", text: recentText(units, metric) }),
     noted.length ? el("span", { class: "why", text: visible(reason) }) : null,
   );
 }

@@ -31,11 +31,33 @@ function extremes(values) {
   return [low, high];
 }
 
+/** Whether a metric is drawn as it is: a mean over batches would hide that staleness starts at 0 after each sync. */
+const isNeverSmoothed = (metric) => Boolean(evaluated(metric)) || metric.startsWith("staleness/");
+
+/** A metric of a run over its last batches: the mean, or of a maximum the largest. */
+function recent(run, metric) {
+  const values = series(run, metric)[1].slice(-run.recent).filter((value) => !missing(value));
+  if (!values.length) return null;
+  return metric.endsWith("max") ? extremes(values)[1] : mean(values);
+}
+
+/** The same for a unit: the mean of its seeds that have the metric. */
+function recentOfUnit(unit, metric) {
+  const values = unit.runs.map((run) => recent(run, metric)).filter((value) => value !== null);
+  return values.length ? mean(values) : null;
+}
+
+/** Which batches `recent` covers, for all runs of some units. */
+function recentText(units, metric) {
+  const counts = [...new Set(units.flatMap((unit) => unit.runs.map((run) => run.recent)))];
+  return `${metric.endsWith("max") ? "largest" : "mean"} of the last ${counts.join(" or ")} batches`;
+}
+
 /** The curve of a run: a point [x, y] by batch. */
 function runCurve(run, state) {
   const [batches, values] = series(run, state.metric);
   const place = placer(run, state.x);
-  const drawn = smooth(values, evaluated(state.metric) ? 1 : state.smooth);
+  const drawn = smooth(values, isNeverSmoothed(state.metric) ? 1 : state.smooth);
   const points = new Map();
   batches.forEach((batch, at) => {
     const x = place(batch);
