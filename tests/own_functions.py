@@ -114,3 +114,38 @@ def scalar_reduction(lengths_C: Tensor, counted_C: Tensor, max_length: int) -> T
 
 def knob_without_default(x: LossInputs, *, width: float) -> Tensor:
     return x.logp * width
+
+
+def to_minimize(x: LossInputs) -> Tensor:
+    """A loss with the sign of other libraries."""
+    return -dppo(x)
+
+
+def without_advantage(x: LossInputs) -> Tensor:
+    return x.logp
+
+
+def misspelled(x: LossInputs) -> Tensor:
+    return x.logp * x.rollout_logprob * x.advantage  # pyright: ignore
+
+
+def not_collected(x: LossInputs) -> Tensor:
+    return x.logp * x.step["y"] * x.advantage
+
+
+def logs_sums(x: LossInputs) -> Tensor:
+    x.log("mine/sums", x.logp[:2])
+    return x.logp * x.advantage
+
+
+def logs_like_lagrpo(x: LossInputs) -> Tensor:
+    x.log("reward", x.logp)
+    return x.logp * x.advantage
+
+
+def logs_metrics(x: LossInputs) -> Tensor:
+    """Logs a metric per token, one per completion, and one number."""
+    x.log("mine/surprise", -x.logp)
+    x.log("mine/positive", (x.advantages > 0).double())
+    x.log("mine/one", x.logp.new_ones(()))
+    return x.logp * x.advantage

@@ -181,10 +181,9 @@ def test_pieces_of_a_loss_train(train, loss):
 
 def test_callback_writes_a_line_for_each_batch(train, load):
     result = train(callbacks=[load("my_callbacks").Repetition()])
-    lines = (result.run / "repetition.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [record["step"] for record in records] == [1, 2, 3]
-    assert all(0 <= record["repetition"] < 1 for record in records)
+    lines = load_metrics(result.run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(0 <= line["mine/repetition"] < 1 for line in lines)
 
 
 def test_rollout_engine_samples_the_batches_of_a_run(model, tmp_path):

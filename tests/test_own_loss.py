@@ -14,6 +14,7 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
+from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.settings.loss import LossSettings
 from lagrpo.settings.user_loss import keep_sources
 from lagrpo.verify import verify_run
@@ -157,3 +158,59 @@ def test_kept_file_stays_beside_a_changed_one(module, tmp_path):
     file_names = sorted(path.name for path in (tmp_path / "loss").iterdir())
     assert file_names == [f"{module}.2.py", f"{module}.py"]
     assert (tmp_path / "loss" / f"{module}.py").read_text("utf-8") == before
+
+
+class Longest(lagrpo.Callback):
+    """A metric of a callback: the tokens of the longest completion."""
+
+    def measure(self, metrics, rollouts):
+        return {"mine/longest": max(len(row["token_ids"]) for row in rollouts)}
+
+
+@pytest.mark.parametrize("tokens", [16, 4096], ids=["many micro-batches", "one micro-batch"])
+def test_own_metrics_are_means_over_the_batch(tmp_path, tokens):
+    """Tokens of completions with an advantage, whatever micro-batches they are in."""
+    own = settings(tmp_path, "own_functions:logs_metrics")
+    own["optimizer"]["micro_batch_tokens"] = tokens
+    seen = []
+
+    class Seen(lagrpo.Callback):
+        def on_batch(self, metrics, rollouts):
+            seen.append(metrics)
+
+    result = lagrpo.train(own, callbacks=[Longest(), Seen()])
+    lines = load_metrics(result.run)
+    assert [line["mine/longest"] for line in lines] == [line["mine/longest"] for line in seen]
+    for line, rows in zip(lines, (load_rollouts(result.run, [b]) for b in (1, 2, 3)), strict=True):
+        used = [row for row in rows if row["advantage"]]
+        surprises = [-logp for row in used for logp in row["old_logprobs"]]
+        assert line["mine/longest"] == max(len(row["token_ids"]) for row in rows)
+        if used:
+            assert line["mine/surprise"] == pytest.approx(sum(surprises) / len(surprises), rel=1e-5)
+            positive = sum(row["advantage"] > 0 for row in used)
+            assert line["mine/positive"] == pytest.approx(positive / len(used))
+            assert line["mine/one"] == 1.0
+    assert any("mine/one" in line for line in lines)
+    assert not verify_run(result.run).differences
+
+
+def test_callback_that_cannot_measure_ends_the_run_after_its_batch_is_on_disk(tmp_path):
+    class Broken(lagrpo.Callback):
+        def measure(self, metrics, rollouts):
+            raise RuntimeError("no measure")
+
+    with pytest.raises(RuntimeError, match="no measure"):
+        lagrpo.train(settings(tmp_path, "grpo"), callbacks=[Broken()])
+    run = tmp_path / "runs" / "own"
+    assert [line["step"] for line in load_metrics(run)] == [1]
+    assert lagrpo.train(resume=run).batches == 3
+    assert [line["step"] for line in load_metrics(run)] == [1, 2, 3]
+
+
+def test_metric_of_lagrpo_cannot_be_logged_by_a_loss(tmp_path):
+    def loss(x):
+        x.log("rollout/kl", x.logp)
+        return x.logp * x.advantage
+
+    with pytest.raises(SettingsError, match="rollout/kl"):
+        lagrpo.train(settings(tmp_path, "grpo"), loss=loss)

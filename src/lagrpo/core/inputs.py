@@ -12,6 +12,16 @@ from torch import Tensor
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
+class Statistics(dict[str, Tensor]):
+    """Statistics of a whole optimizer step, by the name of the function that reads them."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise LookupError(
+            f"x.step has no {name!r}: a function decorated with @collects(statistic) finds "
+            "the result in x.step under its own name"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """A micro-batch of whole completions: tensors of its tokens [T], and of its completions [C].
@@ -40,8 +50,10 @@ class LossInputs:
     """[T] entropy of pi_k at the token, nats"""
     finished: Tensor | None = None
     """[C] True if the completion ended by itself, False if it was cut at its limit"""
-    step: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    step: Mapping[str, Tensor] = field(default_factory=Statistics)
     """statistics of the whole optimizer step, by the name of the function that collects them"""
+    logged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """metrics of your own, by name: what `log` was called with"""
 
     def __post_init__(self) -> None:
         token_tensors = {
@@ -61,6 +73,24 @@ class LossInputs:
     def advantage(self) -> Tensor:
         """[T] the advantage of each token's completion."""
         return self.advantages[self.completion]
+
+    def log(self, name: str, value: Tensor) -> None:
+        """Records a metric of your own, such as "mine/spread": its mean over the batch.
+
+        `value` has a number for each token [T] or completion [C], or is one number, which then
+        counts for each token of the micro-batch. A second call with the same name replaces the
+        first. Raises ValueError for another shape, and for a name without "/": those are lagrpo's.
+        """
+        if "/" not in name:
+            raise ValueError(
+                f"metric {name!r}: names of your own metrics have a slash: mine/{name}"
+            )
+        if value.shape not in (self.logp.shape, self.advantages.shape, torch.Size()):
+            expected = f"{list(self.logp.shape)}, {list(self.advantages.shape)} or []"
+            raise ValueError(f"metric {name!r} has the shape {list(value.shape)}, not {expected}")
+        self.logged[name] = (
+            value.detach().expand_as(self.logp) if not value.dim() else value.detach()
+        )
 
 
 TokenFunction: TypeAlias = Callable[[LossInputs], Tensor]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.advantages import AdvantageInputs, normalized, overlong_penalty
-from lagrpo.core.inputs import LossInputs, alpha, statistic_of, without_gradient
+from lagrpo.core.inputs import LossInputs, Statistics, alpha, statistic_of, without_gradient
 from lagrpo.core.kl import k3
 from lagrpo.core.losses import clipped, reinforce
 from lagrpo.core.pieces import Piece, PieceFunction, as_piece, knob_paths, piece, with_knob
@@ -113,7 +113,7 @@ class Recipe:
 
     def collect(self, step: LossInputs) -> dict[str, Tensor]:
         """The statistics that pieces read in `x.step`, from the tokens of the whole step."""
-        statistics: dict[str, Tensor] = {}
+        statistics = Statistics()
         for part in self._all_pieces():
             statistic = statistic_of(part.function)
             if statistic is not None:
@@ -252,6 +252,14 @@ class Recipe:
         return [part for root in self.pieces.values() for part in root.pieces()]
 
     # Its needs
+
+    @cached_property
+    def own_metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that its functions log with `x.log`."""
+        x = random_inputs()
+        x = replace(x, step=self.collect(without_gradient(x)))
+        self.differentiate(x, torch.ones_like(x.advantages))
+        return tuple(x.logged)
 
     @cached_property
     def required_inputs(self) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lagrpo.core.inputs import without_gradient
 from lagrpo.core.objective import Recipe
 from lagrpo.core.pieces import Piece, function_name
 from lagrpo.core.probe import random_inputs, random_rewards
+from lagrpo.core.references import describe_raised
 
 
 def check_own_functions(recipe: Recipe) -> None:
@@ -37,15 +39,54 @@ def check_own_functions(recipe: Recipe) -> None:
         raise ValueError(f"{names}: the gradient is not finite on small random inputs")
     if all(bool((gradient_T == 0).all()) for gradient_T in gradients_T):
         raise ValueError(f"{names}: no token has a gradient, so the policy would never learn")
+    if recipe.surrogate.function in own_functions:
+        _check_direction(recipe, x)
+
+
+def _check_direction(recipe: Recipe, x: inputs.LossInputs) -> None:
+    """Raises ValueError for a surrogate that ignores the advantage, or is to be minimized.
+
+    With all policies equal every ratio is 1: there the gradient of a value to maximize has the sign
+    of the advantage, over all tokens together.
+    """
+    name = recipe.surrogate.name
+    at_alpha = _at_alpha(x)
+    is_blind = all(
+        torch.equal(_gradient(recipe, y), _gradient(recipe, replace(y, advantages=-y.advantages)))
+        for y in (x, at_alpha)
+    )
+    if is_blind:
+        raise ValueError(
+            f"{name}: the gradient does not depend on the advantage, so rewards would not matter: "
+            "multiply by x.advantage"
+        )
+    # `_gradient` is that of the loss, which is minus the value.
+    if bool((_gradient(recipe, at_alpha) * at_alpha.advantage).sum() > 0):
+        raise ValueError(
+            f"{name}: raises the probability of completions with a negative advantage. "
+            "It returns a loss to minimize: return minus that, the value to maximize"
+        )
 
 
 @contextmanager
 def _naming(names: str) -> Generator[None, None, None]:
-    """Turns any error of a user's functions inside into a ValueError that names the functions."""
+    """Turns any error of a user's functions inside into a ValueError that names the functions.
+
+    It has the line that raised, and for a wrong name the nearest one.
+    """
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{names}: fails on small random inputs: {error!r}") from error
+        reason = describe_raised(error) + _advice(error)
+        raise ValueError(f"{names}: fails on small random inputs: {reason}") from error
+
+
+def _advice(error: Exception) -> str:
+    """The nearest name for one that LossInputs does not have; "" for other errors."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, inputs.LossInputs):
+        nearest = get_close_matches(str(error.name), dir(error.obj), n=1)
+        return f"; did you mean x.{nearest[0]}?" if nearest else ""
+    return ""
 
 
 def _check_own_piece(path: str, own: Piece, x: inputs.LossInputs, *, is_filter: bool) -> None:

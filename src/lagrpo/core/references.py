@@ -102,6 +102,7 @@ def describe_raised(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{kind}: {error.msg} ({error.filename}, line {error.lineno})"
     library_folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    library_folders.append(str(Path(__file__).parents[1]))  # lagrpo itself
     # Frozen modules and generated code have names such as <frozen importlib._bootstrap>.
     not_of_user = (*library_folders, "<")
     frames = traceback.extract_tb(error.__traceback__)

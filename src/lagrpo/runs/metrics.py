@@ -12,6 +12,11 @@ METRICS: dict[str, dict[str, str]] = tomllib.loads(
 )
 
 
+def is_lagrpos(name: str) -> bool:
+    """True if lagrpo has a metric of this name."""
+    return any(name in metrics for metrics in describe_metrics([name]).values())
+
+
 def describe_metrics(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Returns the metrics under their headings, each with its meaning.
 

@@ -52,6 +52,13 @@ class Callback:
         settings["run"]["name"]; `environment` is the content of environment.json.
         """
 
+    def measure(self, metrics: Row, rollouts: Sequence[Row]) -> Mapping[str, float | None]:
+        """Returns metrics of your own for the batch's line, such as {"mine/spread": 0.2}.
+
+        Called before the line is written. The page and trackers have them, too.
+        """
+        return {}
+
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         """A batch is finished: its line of metrics.jsonl, and one row per completion.
 

@@ -12,6 +12,7 @@ from lagrpo.logs import find_secret
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.rewards.reward import load_function
 from lagrpo.runs.directory import check_new, check_writable
+from lagrpo.runs.metrics import is_lagrpos
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.loss import name_setting
 from lagrpo.settings.schema import Settings
@@ -98,6 +99,12 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
             "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a "
             "recipe that reads them"
         )
+    for name in recipe.own_metrics:
+        if is_lagrpos(name):
+            raise SettingsError(
+                f"loss.recipe = {recipe.name!r} logs {name!r}, which is a metric of lagrpo: "
+                "choose another name"
+            )
     return recipe
 
 

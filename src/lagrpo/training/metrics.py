@@ -19,7 +19,7 @@ from lagrpo.core.advantages import leave_one_out, one_group, sigma
 from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
-from lagrpo.training.step import Clock, Phase, Step
+from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM, Clock, Phase, Step
 from lagrpo.training.tensors import to_ints
 from lagrpo.types import Completion, ExcludedReason, JsonObject, OutcomeKind, Range
 
@@ -82,6 +82,19 @@ def batch_metrics(
         **_token_metrics(step),
         **sequence_metrics(step.batch, step.logp_k, reward_range),
         **_pace(step.clock, sum(u.get("tokens", 0.0) for u in updates)),
+        **_own_metrics(updates),
+    }
+
+
+def _own_metrics(updates: Sequence[Mapping[str, float]]) -> Metrics:
+    """Returns the means of what the loss has logged with `x.log`, over the updates on the batch."""
+    totals = Counter[str]()
+    for update in updates:
+        totals.update(update)
+    return {
+        name.removesuffix(LOGGED_SUM): value / totals[name.removesuffix(LOGGED_SUM) + LOGGED_COUNT]
+        for name, value in totals.items()
+        if name.endswith(LOGGED_SUM)
     }
 
 

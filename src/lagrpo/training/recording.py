@@ -49,6 +49,7 @@ class Recorder:
         self._unscored_by_batch = Counter[int]()  # completions without a reward
         self._shown_outcomes = set[OutcomeKind]()  # kinds of WITHOUT_REWARD that have had a line
         self._warnings_of_range = set[str]()  # that have been shown
+        self._error_of_callback: Exception | None = None
 
     # Lines and events
 
@@ -99,6 +100,7 @@ class Recorder:
         )
         self.run.record_rollouts(step.b, rows)
         self._record_syncs(step)
+        metrics |= self._measure_own(metrics, rows)
         self.run.record(metrics)
         self._record_unscored(rows, step.b)
         completions = [c for group in step.batch.groups for c in group.completions]
@@ -106,6 +108,21 @@ class Recorder:
         # Warnings name the last finished batch. This batch is finished once the loop state says so.
         self._warn_of_range(rewards.describe_outside(outcomes), step.b - 1)
         return metrics, rows
+
+    def _measure_own(self, metrics: JsonView, rows: Sequence[JsonView]) -> Metrics:
+        """Returns the metrics of callbacks. An error of theirs is raised by `show_batch`."""
+        own: Metrics = {}
+        for callback in self.callbacks:
+            try:
+                own |= callback.measure(metrics, rows)
+            except Exception as error:  # noqa: BLE001 - raised when the batch is on disk
+                self._error_of_callback = error
+        taken = sorted(own.keys() & metrics.keys())
+        if taken:
+            self._error_of_callback = ValueError(
+                f"a callback measures {taken[0]!r}, which is a metric of lagrpo or of the loss"
+            )
+        return {name: value for name, value in own.items() if name not in metrics}
 
     def _record_syncs(self, step: Step) -> None:
         """Records events of the reference, of the weight sync before the batch, and of servers."""
@@ -151,6 +168,8 @@ class Recorder:
     def show_batch(self, metrics: Metrics, rows: Sequence[JsonView]) -> None:
         """Shows a batch, then passes it to the callbacks."""
         self.display.on_batch(metrics, rows)
+        if self._error_of_callback is not None:
+            raise self._error_of_callback
         for callback in self.callbacks:
             callback.on_batch(metrics, rows)
 

@@ -15,6 +15,10 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.batch import Batch, MicroBatch
 from lagrpo.types import SyncReason
 
+LOGGED_SUM = ":sum"
+LOGGED_COUNT = ":count"
+"""Ends of the names of what an update returns of a metric that the loss logs with `x.log`."""
+
 
 class Phase(StrEnum):
     """A part of a batch's time. metrics.py names the parts in metrics.jsonl."""

@@ -43,6 +43,7 @@ from lagrpo.training.master_weights import (
     to_host,
 )
 from lagrpo.training.ranks import Ranks, add_up
+from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM
 from lagrpo.training.tensors import to_floats
 
 PREVIOUS_GRADIENT = "previous_gradient"
@@ -271,7 +272,7 @@ class Trainer:
                 # the model, and adds to the gradients of the rows before.
                 with deterministic(self.policy.model):
                     logp_T.backward(derivative.gradient_T)
-                for name, value in _sums(x, derivative).items():
+                for name, value in (_sums(x, derivative) | _own_sums(x)).items():
                     sums[name] += value
                 if self.optimization.full_rate_ess and x.rollout_logp is not None:
                     log_ratios += _completion_log_ratios(x)
@@ -546,6 +547,15 @@ def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
     # One copy from a GPU instead of one for each sum.
     values = torch.stack([value.to(x.logp.device, torch.float64) for value in sums.values()])
     return dict(zip(sums, to_floats(values), strict=True))
+
+
+def _own_sums(x: LossInputs) -> dict[str, float]:
+    """Returns sum and count of each metric that the loss has logged with `x.log`."""
+    sums: dict[str, float] = {}
+    for name, values in x.logged.items():
+        sums[f"{name}{LOGGED_SUM}"] = values.double().sum().item()
+        sums[f"{name}{LOGGED_COUNT}"] = len(values)
+    return sums
 
 
 def _all_of_completion(is_true_T: Tensor, completion_T: Tensor, completions: int) -> Tensor:
