@@ -121,7 +121,8 @@ def test_dry_run_prints_a_settings_file_and_makes_no_run(model, tmp_path):
         path, {"schedule": {"prompts_per_batch": 4}}
     )
     assert "4 prompts x 16 completions = 64 samples, used for 3 updates" in out
-    assert out.endswith("# dry run: nothing was written\n")
+    assert out.startswith("# data ")
+    assert "max_completion_length" not in out  # it has its default
     assert not (tmp_path / "runs").exists()
 
 

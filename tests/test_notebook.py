@@ -97,9 +97,49 @@ def test_training_updates_one_table_in_place(notebook, model):
     assert "3 of 3 batches" in tables[-1]
 
 
+def test_result_is_five_lines(notebook):
+    outputs = notebook.run("result")
+    (text,) = [content["data"]["text/plain"] for kind, content in outputs if "data" in content]
+    assert len(text.splitlines()) == 5
+
+
 def test_settings_error_is_one_line(notebook):
     outputs = notebook.run("import lagrpo\nlagrpo.train(settings={'optimizer.lr': 1})")
     (error,) = [content for kind, content in outputs if kind == "error"]
     assert len(error["traceback"]) == 1
     assert error["traceback"][0] == f"SettingsError: {error['evalue']}"
     assert "optimizer.learning_rate" in error["evalue"]
+
+
+RAISING = """
+import lagrpo
+
+def wrong(completion, answer):
+    return 1 / (len(answer) - 1)
+
+lagrpo.train(
+    model={model!r},
+    data=[{{"prompt": f"{{n}} + 1?", "answer": "1"}} for n in range(20)],
+    rewards=wrong,
+    settings={{"model.dtype": "float32", "rollout.num_generations": 2, "eval.at_start": False,
+              "rollout.max_prompt_length": 64, "rollout.max_completion_length": 4}},
+)
+"""
+
+
+def test_failing_reward_is_shown_with_its_line_and_without_a_traceback(notebook, model):
+    outputs = notebook.run(RAISING.format(model=str(model)))
+    (error,) = [content for kind, content in outputs if kind == "error"]
+    shown = "\n".join(error["traceback"])
+    assert shown.startswith("RewardError: ")
+    assert "ZeroDivisionError" in shown
+    assert "line 5" in shown, shown
+    assert "File" not in shown
+
+
+def test_interrupt_before_the_first_batch_is_one_line(notebook, model):
+    cell = "import os, signal\nimport lagrpo.training.build as build\n"
+    cell += "build.load_tasks = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+    cell += train(model)
+    (error,) = [content for kind, content in notebook.run(cell) if kind == "error"]
+    assert error["traceback"] == ["Interrupted: SIGINT"]

@@ -293,7 +293,7 @@ def test_learning_rate_has_the_worked_factor(ess_share, full, factor):
 
 
 def test_factor_of_the_learning_rate_multiplies_its_schedule():
-    optimization = Optimization(lr=1.0, full_rate_ess=1.0, schedule="linear", updates=5)
+    optimization = Optimization(lr=1.0, full_rate_ess=1.0, schedule="linear", updates=4)
     assert optimization.rate(2, 0.25) == pytest.approx(0.5 * 0.5)
 
 

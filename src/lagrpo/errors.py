@@ -8,7 +8,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,28 +28,45 @@ class SettingsError(ValueError):
         super().__init__(visible(redact(message)))
 
     def _render_traceback_(self) -> list[str]:
-        """Returns the lines that IPython and Jupyter show in place of a traceback."""
-        if is_debugging():
-            return traceback.format_exception(self)
-        return [f"SettingsError: {self}"]
+        return render_for_notebook(self)
 
 
-def without_own_frames(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+def render_for_notebook(error: BaseException) -> list[str]:
+    """Returns the lines that IPython and Jupyter show in place of a traceback.
+
+    They call `_render_traceback_` of an exception that has it.
+    """
+    if is_debugging():
+        return traceback.format_exception(error)
+    name = type(error).__name__
+    return [f"{name}: {error}" if str(error) else name, *getattr(error, "__notes__", ())]
+
+
+def without_own_frames(
+    *failures: type[BaseException],
+) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
     """Lets a function raise SettingsError without the calls inside lagrpo in its traceback.
 
-    The user sees the line of the script and the message; with LAGRPO_DEBUG=1 everything.
+    The user sees the line of the script and the message; with LAGRPO_DEBUG=1 everything. A notebook
+    shows `failures` as their messages, too.
     """
 
-    @wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        try:
-            return function(*args, **kwargs)
-        except SettingsError as error:
-            if is_debugging():
+    def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+            try:
+                return function(*args, **kwargs)
+            except SettingsError as error:
+                if is_debugging():
+                    raise
+                raise error.with_traceback(None) from None
+            except failures as error:
+                vars(error)["_render_traceback_"] = partial(render_for_notebook, error)
                 raise
-            raise error.with_traceback(None) from None
 
-    return call
+        return call
+
+    return decorate
 
 
 @contextmanager

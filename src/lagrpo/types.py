@@ -278,3 +278,23 @@ class Result:
     """the signal that stopped the run"""
     evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     """all summaries by the names of their files"""
+
+    def __repr__(self) -> str:
+        """A line for each fact: a notebook shows it under the cell."""
+        lines = {
+            "run": self.run,
+            "length": f"{self.batches} batches, {self.version} updates",
+            "before": _pass_at_1(self.before),
+            "after": _pass_at_1(self.after),
+            "weights": self.weights or "none",
+        }
+        if self.interrupted is not None:
+            lines["length"] = f"{lines['length']}, stopped by {self.interrupted.name}"
+        return "\n".join(f"{name:<8} {text}" for name, text in lines.items())
+
+
+def _pass_at_1(summary: JsonView | None) -> str:
+    if summary is None or "pass@1" not in summary:
+        return "not evaluated"
+    ends = f"{summary['pass@1_low']:.1%} to {summary['pass@1_high']:.1%}"
+    return f"pass@1 {summary['pass@1']:.1%}, 95 % interval {ends}"

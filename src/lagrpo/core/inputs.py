@@ -82,15 +82,12 @@ class LossInputs:
         first. Raises ValueError for another shape, and for a name without "/": those are lagrpo's.
         """
         if "/" not in name:
-            raise ValueError(
-                f"metric {name!r}: names of your own metrics have a slash: mine/{name}"
-            )
+            raise ValueError(f"metric {name!r}: your own metrics need a slash: mine/{name}")
         if value.shape not in (self.logp.shape, self.advantages.shape, torch.Size()):
             expected = f"{list(self.logp.shape)}, {list(self.advantages.shape)} or []"
             raise ValueError(f"metric {name!r} has the shape {list(value.shape)}, not {expected}")
-        self.logged[name] = (
-            value.detach().expand_as(self.logp) if not value.dim() else value.detach()
-        )
+        value = value.detach()
+        self.logged[name] = value if value.dim() else value.expand_as(self.logp)
 
 
 TokenFunction: TypeAlias = Callable[[LossInputs], Tensor]

@@ -7,7 +7,8 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -383,5 +384,16 @@ def show_recipe(name: str, console: Console | None = None) -> None:
             "--loss.overrides.PATH VALUE replaces one of them; a short path does if it is unique.\n"
         )
     )
-    code = "\n\n".join(inspect.getsource(function) for function in recipe.functions)
+    code = "\n\n".join(map(_source, recipe.functions))
     console.print(Text(code), soft_wrap=True)
+
+
+def _source(function: Callable[..., object]) -> str:
+    """Returns the code of a function, or of the class of an object that can be called."""
+    if isinstance(function, partial):
+        function = function.func
+    is_object = not hasattr(function, "__code__") and not inspect.ismethod(function)
+    try:
+        return inspect.getsource(type(function) if is_object else function)
+    except OSError:
+        return "# its code is in no file"

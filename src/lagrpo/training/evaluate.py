@@ -14,9 +14,10 @@ from lagrpo.tasks import Task
 from lagrpo.tasks.data import find_splits
 from lagrpo.training.arguments import as_settings, build_task, name_rewards
 from lagrpo.training.evaluation import Evaluation, evaluate_model
+from lagrpo.training.run import FAILURES
 
 
-@without_own_frames
+@without_own_frames(*FAILURES, KeyboardInterrupt)
 @explains_arguments
 def evaluate(
     model: str | os.PathLike[str],

@@ -53,16 +53,17 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
 
 
 def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task]) -> None:
-    """Prints for a dry run the settings as TOML, and what they mean as comments.
+    """Prints for a dry run what the settings mean as comments, and those that differ as TOML.
 
     `tasks` are those of `load_tasks`. Of the processes of torchrun, only the first prints.
     """
     if read_count("RANK", default=0) > 0:
         return
-    print_text(tomli_w.dumps(redact_values(settings.model_dump(exclude_none=True))))
     for line in [*_data(tasks), *meaning(settings, recipe)]:
         print_text(f"# {line}")
-    print_text("# dry run: nothing was written")
+    print_text("# dry run: nothing was written. Settings that are not the defaults:")
+    changed = settings.model_dump(exclude_none=True, exclude_defaults=True)
+    print_text(tomli_w.dumps(redact_values(changed)), end="")
 
 
 def _data(tasks: Mapping[str, Task]) -> list[str]:

@@ -74,7 +74,7 @@ FAILURES = (
 without a traceback."""
 
 
-@without_own_frames
+@without_own_frames(*FAILURES, KeyboardInterrupt)
 @explains_arguments
 def train(
     source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
