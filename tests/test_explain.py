@@ -80,6 +80,16 @@ def explained(path: Path, **sections: Any) -> str:
             id="run shorter than a sync",
         ),
         pytest.param(
+            {"sync_every": 10, "batches": 4, "num_iterations": 2},
+            "staleness at most 6 updates: all samples come from the first weights",
+            id="no sync within the run",
+        ),
+        pytest.param(
+            {"constant_lag": 4, "batches": 4},
+            "staleness at most 3 updates: all samples come from the first weights",
+            id="lag longer than the run",
+        ),
+        pytest.param(
             {"batches": 6, "num_iterations": 2},
             "6 batches = 12 updates, 768 samples",
             id="length of the run",

@@ -191,10 +191,13 @@ def _weight_syncs(settings: Settings) -> str:
         )
     if _is_offline(settings):
         return f"weight sync {when}; staleness of the offline samples unknown"
-    text = (
-        f"weight sync {when}; staleness at most {count_of(largest_staleness(settings), 'update')}"
-    )
-    if s.constant_lag is not None and s.constant_lag >= s.batches:
+    staleness = staleness_of_batches(settings)
+    text = f"weight sync {when}; staleness at most {count_of(max(staleness), 'update')}"
+    if (
+        s.sync_at_kl is None
+        and s.batches > 1
+        and staleness[-1] == (s.batches - 1) * s.num_iterations
+    ):
         batches = count_of(s.batches, "batch", "es")
         text += f": all samples come from the first weights, because the run has only {batches}"
     if settings.offline.data:
@@ -207,11 +210,11 @@ def _is_offline(settings: Settings) -> bool:
     return offline_prompts(settings) == settings.schedule.prompts_per_batch
 
 
-def largest_staleness(settings: Settings) -> int:
-    """The largest staleness that the schedule allows, in updates."""
+def staleness_of_batches(settings: Settings) -> list[int]:
+    """The largest staleness that the schedule allows in each batch, in updates."""
     s = settings.schedule
     schedule = Schedule(s.kind, s.v, s.sync_at_kl)
-    return max(lags(schedule, s.batches, s.stage_length, s.num_iterations))
+    return lags(schedule, s.batches, s.stage_length, s.num_iterations)
 
 
 def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
@@ -221,7 +224,7 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     """
     if _is_offline(settings):
         return []
-    largest = largest_staleness(settings)
+    largest = max(staleness_of_batches(settings))
     held = held_lag(recipe.name)
     if held is None or largest <= held or set(settings.loss.knobs) - {"beta"}:
         return []
@@ -250,7 +253,7 @@ def _memory(settings: Settings, recipe: Recipe) -> list[str]:
     with as_settings_error("model.lora_r"):
         adapters = count_parameters(lm, lora) if lora else 0
     memory = expected_memory(settings, recipe, lm.num_parameters(), adapters, ranks)
-    parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
+    parts = ", ".join(f"{name} {_in_words(size)}" for name, size in memory.items())
     per_rank = " per rank" if ranks > 1 else ""
     lines = [f"memory      {parts}{per_rank}, plus activations and caches"]
     if lora:
@@ -259,6 +262,13 @@ def _memory(settings: Settings, recipe: Recipe) -> list[str]:
             f"the model's {lm.num_parameters():,} stay frozen"
         )
     return lines
+
+
+def _in_words(size: int) -> str:
+    """A size in GiB, or in MiB if it is small."""
+    if size < 2**30 / 10:
+        return f"{size / 2**20:.2f} MiB"
+    return f"{size / 2**30:.2f} GiB"
 
 
 def expected_memory(
