@@ -284,7 +284,7 @@ def test_seeds_of_a_method_are_one_curve_and_one_column(opened, methods):
     page = opened(*methods)
     assert page.texts(".chip b") == ["plain", "other"]
     assert "2 seeds" in page.texts(".chip")[0]
-    assert page.texts(".small .last")[:2] == ["plain\n0.5", "other\n0.4"]
+    assert page.texts(".small .last")[:2] == ["plain\n0.5", "other\n0.35"]
     assert page.js("document.querySelector('[aria-label=\"mean of\"]').value") == "5"
     assert page.js("document.querySelectorAll('.u-series').length") == 1 + 3 + 1
     page.click(".bar .check", 1)
@@ -488,3 +488,32 @@ def test_served_page_follows_its_run_and_keeps_its_place(browser, run):
         server.server_close()
     page.wait("document.body.innerText.includes('The server does not answer')")
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "label", "largest"),
+    [(1, "largest of the last 10 batches", "9"), (4, "largest of the last 4 batches", "3")],
+    ids=["on-policy", "a cycle of 4"],
+)
+def test_tiles_cover_a_cycle_of_weight_syncs(opened, tmp_path, sync_every, label, largest):
+    """Batch b of 60 has the staleness (b - 1) mod 4, but 9 in batch 54; the last one is fresh."""
+    run = make_run(tmp_path, "one", schedule={"sync_every": sync_every})
+    for b in range(61):
+        run.record(metrics(b + 1, **{"staleness/max": 9 if b == 53 else b % 4}))
+    page = opened(run)
+    tiles = page.texts(".small")
+    (tile,) = [text for text in tiles if text.startswith("staleness/max")]
+    assert tile.split("\n")[1:] == [largest, label]
+    # Smoothing over five batches, which is on for 60 batches, would show many other heights.
+    (points,) = page.js(
+        "[...document.querySelectorAll('.small')].filter((e) => e.innerText.startsWith('stale'))"
+        ".map((e) => e.querySelector('polyline').getAttribute('points'))"
+    )
+    assert len({point.split(",")[1] for point in points.split()}) == 5  # of 0, 1, 2, 3 and 9
+
+
+def test_page_rounds_a_share_as_the_terminal_does(opened, run):
+    evaluate(run, "before", 0, {1: [1.0] * 97 + [0.0] * 303})
+    page = opened(run)
+    tab(page, "evaluations")
+    assert f"{97 / 400:.1%}".replace("%", " %") in page.js("document.body.innerText")

@@ -17,6 +17,8 @@ from lagrpo.logs import visible
 from lagrpo.types import JsonView
 
 ABSENT = "–"
+ROUNDING = 1e-10
+"""Smaller numbers are rounding errors of float32 log-probs, such as a KL of 2.1e-14 nats."""
 MARKS = {
     None: ("?", "yellow"),
     True: ("✓", "green"),
@@ -90,6 +92,8 @@ def formatted(value: Any, form: str) -> str:
         return ABSENT
     if form == "d":
         return format(int(number), form)
+    if form.endswith("e") and abs(number) < ROUNDING:
+        return "0"
     return format(number, form)
 
 

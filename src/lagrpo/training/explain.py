@@ -80,12 +80,17 @@ def _data(tasks: Mapping[str, Task]) -> list[str]:
 
 
 def _recipe(settings: Settings, recipe: Recipe) -> str:
-    """Name and formula of the recipe, and the knobs that the settings change."""
-    text = f"{recipe.name}: {recipe.formula}"
-    changes = [f"{name} = {value}" for name, value in settings.loss.knobs.items()]
-    if changes:
-        text += f"; with {', '.join(changes)}"
-    return text
+    """Name and formula of the recipe, and the knobs that the settings change.
+
+    The formula is the recipe's own: it may name what the settings replace.
+    """
+    changes = [
+        f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}"
+        for name, value in settings.loss.knobs.items()
+    ]
+    if not changes:
+        return f"{recipe.name}: {recipe.formula}"
+    return f"{recipe.name} with {', '.join(changes)}; without these settings: {recipe.formula}"
 
 
 def _batch(settings: Settings) -> str:

@@ -40,18 +40,30 @@ function clipped(text, most) {
 
 const missing = (value) => value === null || value === undefined || Number.isNaN(value);
 
+const ROUNDING = 1e-10; // smaller numbers are rounding errors of log-probs
+
 /** A number as short as it can be read: four significant digits, thousands apart. */
 function show(value) {
   if (missing(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size < ROUNDING) return "0";
+  if (size < 1e-3 || size >= 1e7) return value.toExponential(2);
   return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(4)));
 }
 
 const signed = (value, digits = 3) =>
   missing(value) ? "–" : (value < 0 ? "−" : "+") + Math.abs(value).toFixed(digits);
-const percent = (value) => (missing(value) ? "–" : `${(100 * value).toFixed(1)} %`);
+
+/** A share in percent. A tie goes to the even tenth, as Python rounds it in the terminal: 97 of 400 are 24.2 %. */
+function percent(value) {
+  if (missing(value)) return "–";
+  const tenths = 1000 * value;
+  const below = Math.floor(tenths);
+  const nearest = tenths - below === 0.5 ? below + (below % 2) : Math.round(tenths);
+  return `${(nearest / 10).toFixed(1)} %`;
+}
+
 const plural = (count, noun, ending = "s") => `${show(count)} ${noun}${count === 1 ? "" : ending}`;
 
 function button(text, title, click, pressed) {
