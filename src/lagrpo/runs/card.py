@@ -28,17 +28,19 @@ def model_card(
     environment: JsonView,
     evaluations: Sequence[JsonView],
     version: int,
+    notes: Sequence[str] = (),
 ) -> str:
     """Returns the card of the weights that the run `name` has trained.
 
     `changed_settings` are the entries of `settings` that are not the defaults. `evaluations` are
-    summaries, in their order. `version` is the number of updates. Secrets are redacted.
+    summaries, in their order. `version` is the number of updates. `notes` are more sentences about
+    the run. Secrets are redacted.
     """
     settings = redact_values(settings)
     parts = [
         _header(settings),
         f"# {name}",
-        _description(settings, environment, version),
+        " ".join([_description(settings, environment, version), *(f"{note}." for note in notes)]),
     ]
     if evaluations:
         parts.append("## Results\n\n" + _results(evaluations))

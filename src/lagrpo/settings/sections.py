@@ -18,6 +18,7 @@ from lagrpo.errors import suggest
 from lagrpo.logs import is_secret, redact_values
 from lagrpo.rewards.reward import sum_ranges
 from lagrpo.settings.section import Options, Section, Table
+from lagrpo.settings.stop_rule import StopRule
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """A decay of AdamW."""
@@ -270,6 +271,8 @@ class ScheduleSettings(Section):
     """Batches of the run"""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the training prompts: sets batches"""
+    stop_at: str | None = None
+    """End earlier, once a metric has held a value: "reward >= 0.95 for 3" (batches)"""
     prompts_per_batch: int = Field(default=8, ge=1)
     """Prompts per batch (N)"""
     num_iterations: int = Field(default=1, ge=1)
@@ -300,6 +303,8 @@ class ScheduleSettings(Section):
             raise ValueError(
                 "reset_optimizer needs ref_sync_every: set it, or unset reset_optimizer"
             )
+        if self.stop_at is not None:
+            StopRule.parse(self.stop_at)
         return self
 
     @property

@@ -21,6 +21,7 @@ FREE = (
     "run.report_to",
     "run.log_completions",
     "model.dtype",
+    "schedule.stop_at",
     "optimizer.offload_optimizer",
     "eval.every",
     "eval.at_start",

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled
+from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled, suggest
 from lagrpo.logs import find_secret
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.rewards.reward import load_function
 from lagrpo.runs.directory import check_new, check_writable
-from lagrpo.runs.metrics import is_lagrpos
+from lagrpo.runs.metrics import METRICS, is_lagrpos
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.loss import name_setting
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
+from lagrpo.settings.stop_rule import StopRule
 from lagrpo.tasks import Task, check_options
 from lagrpo.training.callbacks import check_installed
 from lagrpo.training.changes import find_changes, find_run
@@ -99,6 +100,7 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
             "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a "
             "recipe that reads them"
         )
+    check_stop_rule(settings)
     for name in recipe.own_metrics:
         if is_lagrpos(name):
             raise SettingsError(
@@ -106,6 +108,22 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
                 "choose another name"
             )
     return recipe
+
+
+def check_stop_rule(settings: Settings) -> None:
+    """Raises SettingsError if schedule.stop_at names a metric that lagrpo does not have.
+
+    A loss or a callback may have metrics with a slash.
+    """
+    if settings.schedule.stop_at is None:
+        return
+    metric = StopRule.parse(settings.schedule.stop_at).metric
+    names = [name for names in METRICS.values() for name in names]
+    has_lagrpos_prefix = any(name.startswith(f"{metric.partition('/')[0]}/") for name in names)
+    if not is_lagrpos(metric) and ("/" not in metric or has_lagrpos_prefix):
+        raise SettingsError(
+            f"schedule.stop_at: there is no metric {metric!r}.{suggest(metric, names)}"
+        )
 
 
 def name_knob(problem: str, knobs: Mapping[str, Any]) -> str:

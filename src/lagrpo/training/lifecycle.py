@@ -21,10 +21,12 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.card import CARD, model_card
 from lagrpo.runs.directory import Run, locked
 from lagrpo.runs.evaluation_names import Moment
+from lagrpo.runs.reading import load_metrics
 from lagrpo.settings.load import to_toml
+from lagrpo.settings.stop_rule import StopRule
 from lagrpo.settings.user_loss import keep_sources
 from lagrpo.terminal.display import Display, make_display
-from lagrpo.terminal.text import count_of
+from lagrpo.terminal.text import count_of, finite
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback, Status, Trackers
 from lagrpo.training.checkpoint import save_checkpoint
@@ -35,7 +37,7 @@ from lagrpo.training.loop import train_loop
 from lagrpo.training.recording import Recorder
 from lagrpo.training.resuming import ResumeState, describe_environment, resume_command, resume_run
 from lagrpo.training.step import Step
-from lagrpo.types import Result
+from lagrpo.types import JsonView, Result
 
 OWN_TASK_COMMENT = (
     "# The task was the caller's own object; of [task] only system_prompt was read.\n"
@@ -89,6 +91,9 @@ class Training:
         self.checkpoint_folder = self.store.path / "checkpoints"
         self.saved_batch = 0  # of the newest checkpoint
         self.saved_at = time.monotonic()
+        stop_at = self.settings.schedule.stop_at
+        self.stop_rule = StopRule.parse(stop_at) if stop_at else None
+        self.stop_values: list[float] = []  # of its metric, on rank 0
         # False until a resumed run is restored: a run that cannot be restored stays as it was.
         self.is_started = False
         self.set_state(LoopState(pi_ref=self.policy.version))
@@ -210,6 +215,9 @@ class Training:
         if loop is not None:
             self.set_state(loop)
             self.saved_batch = loop.batch
+            if self.ranks.is_first:
+                for metrics in load_metrics(self.store):
+                    self.keep_stop_value(metrics)
 
     def learn(self) -> None:
         """Trains to the last batch, with the evaluations and checkpoints on the way."""
@@ -220,19 +228,37 @@ class Training:
         # the checkpoint, if one is due. So the records of all batches that a checkpoint covers were
         # written before it. A resumed run removes records of later batches, and computes these
         # batches again.
-        for step in train_loop(self.components, self.loop, self.recorder.announce):
-            self.record(step)
-            self.evaluate()
-            if self.ranks.on_rank0(self.checkpoint_is_due):
-                self.write_checkpoint()
+        if not self.has_reached_goal():
+            for step in train_loop(self.components, self.loop, self.recorder.announce):
+                self.record(step)
+                self.evaluate()
+                if self.ranks.on_rank0(self.checkpoint_is_due):
+                    self.write_checkpoint()
+                if self.has_reached_goal():
+                    break
         self.write_checkpoint()
         if self.settings.eval.at_start:
             self.evaluate(Moment.AFTER)
+
+    def has_reached_goal(self) -> bool:
+        """True if schedule.stop_at ends the run after this batch. Collective if it is set."""
+        rule = self.stop_rule
+        if rule is None:
+            return False
+        return self.ranks.on_rank0(lambda: rule.holds(self.stop_values))
+
+    def keep_stop_value(self, metrics: JsonView) -> None:
+        """Keeps the value of the metric that schedule.stop_at names."""
+        if self.stop_rule is not None:
+            value = finite(metrics.get(self.stop_rule.metric))
+            if value is not None:
+                self.stop_values.append(value)
 
     def record(self, step: Step) -> None:
         """Records a batch, shows it, calls the callbacks, and writes weights if they are due."""
         evaluation_metrics = self.evaluations.metrics(step.b - 1)
         metrics, rows = self.recorder.record_batch(step, evaluation_metrics)
+        self.keep_stop_value(metrics)
         # Before the callbacks: if one raises, the run can still be saved after this batch.
         self.set_state(step.state)
         self.recorder.show_batch(metrics, rows)
@@ -312,6 +338,7 @@ class Training:
                     evaluation.summary | {"name": name} for name, evaluation in finished.items()
                 ],
                 version=self.policy.version,
+                notes=self.describe_early_end(),
             )
             (directory / CARD).write_text(card, encoding="utf-8")
 
@@ -374,7 +401,7 @@ class Training:
         if interrupted is not None:
             sentences = [f"Stopped by {interrupted.name}: {self.progress()}"]
         elif status == "finished":
-            sentences = ["Finished"]
+            sentences = ["Finished", *self.describe_early_end()]
         else:
             sentences = [self.progress()]
         unscored = self.recorder.unscored_sentence()
@@ -384,6 +411,13 @@ class Training:
             sentences.append(self.resume_command())
         text = ". ".join(sentences)
         return f"{text}." if status == "finished" else text
+
+    def describe_early_end(self) -> list[str]:
+        """Says why the run has fewer batches than it might have had; empty if it has all."""
+        total = self.settings.schedule.batches
+        if self.loop.batch == total:
+            return []
+        return [f"Stopped after batch {self.loop.batch} of {total}: {self.stop_rule}"]
 
     def progress(self) -> str:
         """Says how many batches are finished and how many updates were made."""
