@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -13,6 +14,7 @@ from sample_rewards import correct
 import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.runs import RunNotFoundError, load_metrics
+from lagrpo.tasks.splits import find_splits, read_split
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
 LIMITS = {
@@ -80,6 +82,51 @@ def test_evaluation_is_of_all_rows_or_of_the_test_split(model, tmp_path, monkeyp
     )
     assert lagrpo.evaluate(model, splits, "exact", settings=LIMITS).summary["prompts"] == 3
     assert len(list((tmp_path / "evaluations").iterdir())) == 2
+
+
+def test_weights_of_a_run_are_evaluated_as_the_run_would(model, tmp_path, monkeypatch):
+    """With its task, limits and seed, unless arguments name other data."""
+    monkeypatch.chdir(tmp_path)
+    result = lagrpo.train(tiny_settings(model, tmp_path / "runs", schedule={"batches": 1}))
+    assert result.weights is not None
+    assert result.after is not None
+    with pytest.raises(SettingsError, match="trust_run_code"):
+        lagrpo.evaluate(result.weights)
+    same = lagrpo.evaluate(
+        result.weights,
+        settings={"eval.num_prompts": 2, "eval.num_samples": 3},
+        trust_run_code=True,
+    )
+    assert same.summary["pass@1"] == result.after["pass@1"]
+    other = lagrpo.evaluate(result.weights, ROWS, [correct], settings={"eval.num_samples": 2})
+    assert {record["answer"] for record in other.records} == {str(n) for n in range(1, 13)}
+
+
+def test_evaluation_of_a_model_alone_asks_on_what(model):
+    with pytest.raises(SettingsError, match="data and rewards"):
+        lagrpo.evaluate(model)
+
+
+def test_splits_may_be_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("a", ROWS[:5]), ("b", ROWS[5:])):
+        lines = "\n".join(map(json.dumps, rows))
+        (tmp_path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    splits = find_splits({"train": "a.jsonl", "test": tmp_path / "b.jsonl"}, hub="")
+    assert [len(read_split(splits[name], name)) for name in ("train", "test")] == [5, 7]
+    with pytest.raises(ValueError, match=r"data\['test'\].*c\.jsonl"):
+        find_splits({"train": "a.jsonl", "test": "c.jsonl"}, hub="")
+
+
+def test_run_may_overfit_its_only_prompt(model, tmp_path):
+    result = lagrpo.train(
+        model=model,
+        data=ROWS[:1],
+        rewards=[correct],
+        settings=LIMITS
+        | {"run.output_dir": str(tmp_path), "schedule.batches": 2, "eval.at_start": False},
+    )
+    assert result.batches == 2
 
 
 def test_evaluation_of_the_directory_of_a_run_names_the_model_in_it(tmp_path):

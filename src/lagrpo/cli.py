@@ -42,7 +42,8 @@ from lagrpo.errors import SettingsError, explain_os_error, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import print_text, redact
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
-from lagrpo.settings.load import PRESETS, flatten, load_settings
+from lagrpo.settings.load import PRESETS, load_settings
+from lagrpo.settings.of_run import config_of_weights, settings_for_eval
 from lagrpo.settings.run_code import TRUST_OPTION, check_run_code
 from lagrpo.settings.schema import EVALUATION_DEFAULTS, Settings
 from lagrpo.terminal.text import typed_command
@@ -69,21 +70,6 @@ UNUSED = (
     "best_metric",
 )
 """Settings of these sections that `lagrpo eval` does not read."""
-
-KEPT_FOR_EVAL = (
-    "run.seed",
-    "task.",
-    "model.dtype",
-    "model.chat_template",  # and chat_template_kwargs
-    "rollout.temperature",
-    "rollout.max_prompt",
-    "rollout.max_completion",
-    "rollout.overlong_prompts",
-    "rollout.stop",
-    "eval.temperature",
-    "eval.top_p",
-)
-"""Beginnings of the settings that `lagrpo eval` takes from the run that wrote the weights."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -355,10 +341,7 @@ def evaluate(words: list[str]) -> None:
     arguments, changes = read_eval_words(words)
     config = config_of_weights(arguments.path)
     if config is not None:
-        base |= settings_for_eval(config)
-    if changes.get("task.name") not in (None, base.get("task.name")):
-        # Settings of the run's task do not fit another task.
-        base = {name: value for name, value in base.items() if not name.startswith("task.")}
+        base |= settings_for_eval(config, task=changes.get("task.name"))
     settings = load_settings(base | {"model.path": arguments.path}, changes)
     if config is not None and not arguments.trust_run_code:
         check_run_code(settings, config, named=changes, cure=trusting("eval", words))
@@ -375,24 +358,6 @@ def evaluate(words: list[str]) -> None:
 def trusting(command: str, words: Sequence[str]) -> str:
     """Returns the end of a sentence: type the command with TRUST_OPTION, too."""
     return f"type {typed_command()} {shlex.join([command, *words, TRUST_OPTION])}"
-
-
-def config_of_weights(weights: str) -> Path | None:
-    """Returns config.toml of the run that wrote these weights; None for other models."""
-    folder = Path(weights).expanduser().absolute().parent
-    config = folder.parent / "config.toml"
-    return config if folder.name == "weights" and config.is_file() else None
-
-
-def settings_for_eval(config: Path) -> dict[str, Any]:
-    """Returns the settings in KEPT_FOR_EVAL of a run.
-
-    The seed decides which rows of the data are test rows.
-    """
-    settings = load_settings(config).model_dump(exclude_none=True)
-    return {
-        name: value for name, value in flatten(settings).items() if name.startswith(KEPT_FOR_EVAL)
-    }
 
 
 def study(words: list[str]) -> None:

@@ -47,7 +47,7 @@ def find_splits(named: Named, hub: str) -> dict[str, Any]:
     Raises ValueError for missing data.
     """
     if isinstance(named, Mapping) and not _has_columns(named):
-        return dict(named)
+        return {split: _open_named(split, data) for split, data in named.items()}
     if not isinstance(named, str | None):
         return {"train": named}
 
@@ -78,6 +78,20 @@ def find_splits(named: Named, hub: str) -> dict[str, Any]:
             f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})"
         )
     return _load_from_hub(data, hub)
+
+
+def _open_named(split: str, data: Any) -> Any:
+    """Returns the files of a split that is a path or a pattern; other data as they are."""
+    if not isinstance(data, str | Path):
+        return data
+    path = Path(data).expanduser()
+    files = [file for file in _match_files(path) if format_of(file) is not None]
+    if not files:
+        raise ValueError(
+            f"data[{split!r}]: no file {str(data)!r} that ends in {', '.join(FORMATS)} "
+            f"(current directory: {os.getcwd()})"
+        )
+    return files
 
 
 def _has_columns(table: Mapping[str, Any]) -> bool:

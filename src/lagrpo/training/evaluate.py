@@ -6,15 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from lagrpo.errors import as_settings_error, without_own_frames
+from lagrpo.errors import SettingsError, as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
 from lagrpo.settings.load import explains_arguments, load_settings
+from lagrpo.settings.of_run import config_of_weights, settings_for_eval
+from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, check_run_code
 from lagrpo.settings.schema import EVALUATION_DEFAULTS
 from lagrpo.tasks import Task
 from lagrpo.tasks.data import find_splits
 from lagrpo.training.arguments import as_settings, build_task, name_rewards
 from lagrpo.training.evaluation import Evaluation, evaluate_model
-from lagrpo.training.run import FAILURES
+from lagrpo.training.run import FAILURES, names_of_passed
 
 
 @without_own_frames(*FAILURES, KeyboardInterrupt)
@@ -26,12 +28,15 @@ def evaluate(
     *,
     task: Task | None = None,
     settings: Mapping[str, Any] | None = None,
+    trust_run_code: bool = False,
 ) -> Evaluation:
     """Measures pass@k of a model, prints it, and writes it to evaluations/MODEL-TASK.
 
     model, data, rewards, task, settings: as for `lagrpo.train`. All rows of `data` are evaluated,
     unless it has a split "test". `settings` may change eval.num_samples, eval.temperature and
-    others.
+    others. Weights of a run (runs/NAME/weights/…) are evaluated with its task, rewards, limits and
+    seed, as far as the arguments do not say otherwise; trust_run_code lets functions run that only
+    its settings name.
 
     Returns `summary`, such as summary["pass@1"] with summary["pass@1_low"] and
     summary["pass@1_high"], and `records`, one dict per prompt. Raises SettingsError, and
@@ -39,10 +44,30 @@ def evaluate(
     """
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]
-    values = {**EVALUATION_DEFAULTS, **as_settings(model, data, rewards)}
+    changes = as_settings(model, data, rewards)
     if data is not None and not _has_test_split(data):
-        values["task.options.test_split"] = "train"
-    loaded = load_settings(values, settings)
+        changes["task.options.test_split"] = "train"
+    changes |= settings or {}
+    replaced = names_of_passed(task=task, data=data, rewards=rewards)
+    config = config_of_weights(os.fspath(model))
+    values: dict[str, Any] = dict(EVALUATION_DEFAULTS)
+    if config is not None:
+        other_task = "custom" if data is not None or task is not None else None
+        values |= settings_for_eval(config, task=changes.get("task.name", other_task))
+    elif data is None and task is None and "task.name" not in changes:
+        raise SettingsError(
+            "evaluate: name what the model is evaluated on: pass data and rewards, or "
+            "settings={'task.name': 'gsm8k'}"
+        )
+    loaded = load_settings(values, changes)
+    if config is not None and not trust_run_code:
+        check_run_code(
+            loaded,
+            config,
+            named=changes,
+            cure=f"pass {TRUST_ARGUMENT}",
+            unused=[setting for name in replaced for setting in ARGUMENTS[name]],
+        )
     with as_settings_error():
         task = task or build_task(loaded, data, rewards)
     with interruptible():
