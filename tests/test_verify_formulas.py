@@ -159,7 +159,7 @@ def test_learning_rate_by_hand():
         {"learning_rate": 8.0, "lr_scheduler_type": "cosine", "warmup_steps": 1}
     )
     rates = [formulas.learning_rate(settings, update, 4) for update in range(4)]
-    assert rates == pytest.approx([4.0, 8.0, 4.0, 0.0])
+    assert rates == pytest.approx([4.0, 8.0, 6.0, 2.0])
 
 
 def test_pass_at_k_agrees_with_core_for_all_counts():

@@ -248,7 +248,9 @@ def show_comparison(
     """
     with as_settings_error():
         comparison = compare(runs, last)
-    table = Table("", *[Text(str(name)) for name in comparison.index], box=None)
+    table = Table("", box=None)
+    for name in comparison.index:
+        table.add_column(Text(str(name)))
     names = list(comparison.columns)
     ends_of_intervals = {f"{name}{end}" for name in names for end in ("_low", "_high")}
     for name in names:

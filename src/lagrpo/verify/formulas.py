@@ -277,7 +277,7 @@ def learning_rate(optimizer: OptimizerSettings, update: int, updates: int) -> fl
     """The scheduled learning rate of update 0 .. updates - 1, before any scaling by the ESS.
 
     It rises by equal steps to lr after `warmup_steps` updates. From there it is constant, or falls
-    to 0 at the last update, along a line or half a cosine.
+    along a line or half a cosine that reaches 0 after the last update.
     """
     lr = optimizer.learning_rate
     warmup = optimizer.warmup_steps
@@ -285,7 +285,7 @@ def learning_rate(optimizer: OptimizerSettings, update: int, updates: int) -> fl
         return lr * (update + 1) / (warmup + 1)
     if optimizer.lr_scheduler_type == "constant":
         return lr
-    share_left = 1 - (update - warmup) / max(1, updates - 1 - warmup)
+    share_left = 1 - (update - warmup) / max(1, updates - warmup)
     if optimizer.lr_scheduler_type == "cosine":
         share_left = math.sin(math.pi / 2 * share_left) ** 2
     return lr * max(0.0, share_left)
