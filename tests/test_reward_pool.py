@@ -33,7 +33,7 @@ def pool() -> Iterator[RewardPool]:
 
 
 def test_error_leaves_that_completion_unscored_and_no_other(pool):
-    for text, outcome in [
+    for text, (reward, reason) in [
         ("8", (0.0, "")),
         ("raise \ud800", (None, "the reward function raised ValueError: \\ud800")),
         ("unscorable no answer", (None, "no answer")),
@@ -44,8 +44,10 @@ def test_error_leaves_that_completion_unscored_and_no_other(pool):
         ("nothing", (None, "the reward function returned None")),
     ]:
         (scored,) = pool.score([make_group("7", text, "8")])
-        assert [(o.reward, o.reason) for o in outcomes(scored)] == [(1.0, ""), outcome, (0.0, "")]
-        assert outcomes(scored)[1].kind == ("unscored" if outcome[1] else "scored")
+        before, outcome, after = outcomes(scored)
+        assert (before.reward, outcome.reward, after.reward) == (1.0, reward, 0.0)
+        assert outcome.reason.startswith(reason)
+        assert outcome.kind == ("unscored" if reason else "scored")
 
 
 UNUSUAL_ERRORS = {
@@ -224,7 +226,7 @@ def test_too_many_without_a_reward_stop_the_run():
         )
         assert [next(iterator).rewards, next(iterator).rewards] == [(1.0,), ()]
         with pytest.raises(
-            RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad\n  1 x"
+            RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad.*\n  1 x"
         ):
             next(iterator)
         with pytest.raises(RewardError, match="of 64 completions have no reward"):

@@ -440,8 +440,9 @@ def test_coroutines_run_concurrently_and_each_within_its_deadline():
     waits = several(waits=(sample_rewards.awaited, {}))
     outcomes = score(waits, [make_group(*["5"] * 12, "36000", "fail")], deadline=1.5)
     assert [o.reward for o in outcomes] == [1.0] * 12 + [None] * 2
-    refused = "the reward function raised ConnectionError: refused (reward 'waits')"
-    assert [o.reason for o in outcomes[12:]] == ["no reward within 1.5 s (reward 'waits')", refused]
+    late, refused = (o.reason for o in outcomes[12:])
+    assert late == "no reward within 1.5 s (reward 'waits')"
+    assert "ConnectionError: refused" in refused
 
 
 def in_a_notebook(work: Callable[[], T]) -> T:
@@ -618,10 +619,9 @@ def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_repl
         assert parts[2] == pytest.approx(1 - len(row["token_ids"]) / 7)
         if parts[3] is None:
             assert (row["outcome"], row["reward"], row["correct"]) == ("unscored", None, None)
-            assert (
-                row["reason"]
-                == "the reward function raised RuntimeError: not today (reward 'sometimes')"
-            )
+            assert "RuntimeError: not today" in row["reason"]
+            assert "(line " in row["reason"]
+            assert row["reason"].endswith("(reward 'sometimes')")
         else:
             assert row["reward"] == pytest.approx(parts[0] + 0.5 * parts[1] + 0.25 * parts[2])
             assert row["correct"] is (parts[0] >= 0.5)

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from test_tasks import task_settings
 
-from lagrpo.cli import settings_of_run
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.of_run import config_of_weights, settings_for_eval
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.columns import plain
 from lagrpo.tasks.data import hold_out
@@ -385,11 +385,9 @@ def test_spellings_of_one_prompt_are_equal(tmp_path):
         assert {task.size("train"), task.size("test")} == {1, 5}
 
 
-def test_rows_with_one_prompt_are_rejected_unless_the_test_split_is_named(tmp_path):
+def test_rows_with_one_prompt_are_for_training_and_for_testing(tmp_path):
     file = write_lines(tmp_path / "rows.jsonl", [{"prompt": "1?", "answer": "1"}] * 4)
-    with pytest.raises(ValueError, match=r"set task.options.test_split = 'rows'"):
-        load(file)
-    task = load(file, options={"test_split": "rows"})
+    task = load(file)
     assert (task.size("train"), task.size("test")) == (4, 4)
 
 
@@ -398,6 +396,8 @@ def test_evaluation_of_weights_drops_the_prompts_that_the_run_dropped(tmp_path):
         '[run]\nseed = 3\n[rollout]\noverlong_prompts = "drop"\nmax_prompt_length = 20\n',
         encoding="utf-8",
     )
-    settings = settings_of_run(str(tmp_path / "weights" / "final"))
+    config = config_of_weights(str(tmp_path / "weights" / "final"))
+    assert config is not None
+    settings = settings_for_eval(config)
     assert settings["rollout.overlong_prompts"] == "drop"
     assert (settings["rollout.max_prompt_length"], settings["run.seed"]) == (20, 3)

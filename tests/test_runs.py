@@ -377,8 +377,11 @@ def test_temporary_name_that_cannot_be_removed_does_not_hide_the_reason(tmp_path
 
 
 def test_missing_source_is_named_and_not_the_file_that_is_written(tmp_path):
+    def copy(scratch: Path) -> None:
+        shutil.copyfile("nosuch", scratch)
+
     with pytest.raises(FileNotFoundError) as caught:
-        write_atomically(tmp_path / "a", lambda scratch: shutil.copyfile("nosuch", scratch))
+        write_atomically(tmp_path / "a", copy)
     assert caught.value.filename == "nosuch"
 
 

@@ -101,13 +101,18 @@ def describe_raised(error: BaseException) -> str:
     kind = type(error).__name__
     if isinstance(error, SyntaxError):
         return f"{kind}: {error.msg} ({error.filename}, line {error.lineno})"
+    last = last_frame_of_user(error) or traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:300]
+    message = f"{kind}: {text}" if text else kind
+    return f"{message} ({last.filename}, line {last.lineno})"
+
+
+def last_frame_of_user(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost call in the traceback that is neither of lagrpo nor of a library, if any."""
     library_folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     library_folders.append(str(Path(__file__).parents[1]))  # lagrpo itself
     # Frozen modules and generated code have names such as <frozen importlib._bootstrap>.
     not_of_user = (*library_folders, "<")
     frames = traceback.extract_tb(error.__traceback__)
     frames_of_user = [frame for frame in frames if not frame.filename.startswith(not_of_user)]
-    last = (frames_of_user or frames)[-1]
-    text = " ".join(str(error).split())[:300]
-    message = f"{kind}: {text}" if text else kind
-    return f"{message} ({last.filename}, line {last.lineno})"
+    return frames_of_user[-1] if frames_of_user else None

@@ -24,8 +24,10 @@ from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from lagrpo.core.references import last_frame_of_user
 from lagrpo.errors import one_line
 from lagrpo.interrupts import is_from_signal
 from lagrpo.logs import print_traceback, redact
@@ -255,7 +257,7 @@ def _read_value(value: object, source: str) -> Outcome:
         return Outcome.unscored(clean(str(value)) or f"{source} cannot score it")
     if isinstance(value, BaseException):
         print_traceback(value)
-        return Outcome.unscored(f"{source} raised {describe_exception(value)}")
+        return Outcome.unscored(f"{source} raised {describe_exception(value)}{_place_of(value)}")
     if isinstance(value, Mapping):
         value = value.get("score", value)
     if value is None:
@@ -284,6 +286,14 @@ def describe_exception(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - a user's class can raise anything
         line = type(error).__name__
     return clean(line)
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns the last line of a user's code in the traceback, as " (line 3 of rewards.py)"."""
+    frame = last_frame_of_user(error)
+    if frame is None:
+        return ""
+    return f" (line {frame.lineno} of {clean(Path(frame.filename).name)})"
 
 
 def clean(text: str) -> str:
