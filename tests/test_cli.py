@@ -417,11 +417,11 @@ def end_with(signum: int, words: list[str], log: Path, metrics: Path, *, is_repe
     process = start(words, log)
     try:
         wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
-        workers = (
-            Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            .read_text(encoding="utf-8")
-            .split()
-        )
+        workers = [
+            worker
+            for children in Path(f"/proc/{process.pid}/task").glob("*/children")
+            for worker in children.read_text(encoding="utf-8").split()
+        ]
         assert workers
         os.killpg(process.pid, signum)
         if is_repeated:

@@ -146,7 +146,7 @@ CASES: list[tuple[str, Damage, str]] = [
     ("head differs", edited("config.json", tie_word_embeddings=True), r"different output head"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
     ("pickled", pickled, r"pytorch_model\.bin has pickled weights"),
-    ("pickled adapter", with_pickled_adapter, r"adapter_model\.bin has pickled weights"),
+    ("pickled adapter", with_pickled_adapter, "a model and an adapter"),
     ("code of its own", edited("config.json", model_type="evil", auto_map=EVIL), "code of its own"),
 ]
 

@@ -147,7 +147,7 @@ def run(command: str, directory: str) -> str:
         cwd=directory,
         env={**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     text = result.stdout + result.stderr
