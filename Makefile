@@ -37,7 +37,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-triton test-vllm test-view test-trackers check-wheel wheel test-gym check-lowest check-older check-trl check-lighteval \
+.PHONY: help demo test test-experiments test-gpu test-triton test-vllm test-view test-trackers check-wheel wheel test-gym check-lowest check-older check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
 	bench-memory bench-lora bench-loss check-ranks measure-gpu docs lint format install vllm-env clean
 
@@ -49,6 +49,7 @@ help:
 	@echo "  make docs             build the documentation: site/index.html"
 	@echo "Develop"
 	@echo "  make test             run the tests that need no GPU, server or browser"
+	@echo "  make test-experiments run the tests of experiments and benchmarks"
 	@echo "  make lint             check with ruff and pyright"
 	@echo "  make format           format with ruff, and write the tables of settings and metrics in docs"
 	@echo "  make wheel            build the package into dist/"
@@ -85,6 +86,9 @@ demo: $(USER_STAMP)
 
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations 15
+
+test-experiments: $(STAMP)
+	$(PYTEST) -m experiments -n $(WORKERS) --dist worksteal
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m 'gpu or triton'

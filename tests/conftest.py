@@ -33,6 +33,9 @@ NEEDS = {
     "gym": "reasoning-gym (make test-gym)",
     "older": "transformers 4.57.3 (make check-older)",
 }
+REASONS = {name: f"they need {need}" for name, need in NEEDS.items()} | {
+    "experiments": "they are about experiments and benchmarks (make test-experiments)"
+}
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 
 _deselected: defaultdict[str, set[str]] = defaultdict(set)
@@ -63,7 +66,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
-        for name in NEEDS:
+        for name in REASONS:
             if item.get_closest_marker(name):
                 _deselected[name].add(item.nodeid)
 
@@ -86,7 +89,7 @@ def pytest_terminal_summary(
     if config.get_verbosity() < 0:
         return
     for name, tests in _deselected.items():
-        terminalreporter.section(f"deselected, because they need {NEEDS[name]}")
+        terminalreporter.section(f"deselected, because {REASONS[name]}")
         terminalreporter.write_line("\n".join(f"  {test}" for test in sorted(tests)))
 
 

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+pytestmark = pytest.mark.experiments
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -14,6 +14,8 @@ from lagrpo import train
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.runs import load_rollouts
 
+pytestmark = pytest.mark.experiments
+
 ROWS = [json.loads(line) for line in gzip.decompress(foreign.TARGET.read_bytes()).splitlines()]
 
 

@@ -26,6 +26,8 @@ from experiments.lag.train import Batch, History, Run, Step, train
 from experiments.lag.verdicts import all_tasks_sentences, all_tasks_table, on_all_tasks
 from lagrpo.core.recipes import resolve
 
+pytestmark = pytest.mark.experiments
+
 PUBLISHED = load_methods("published")
 EQUAL = load_methods("equal")
 METHODS: Methods = {"published": PUBLISHED, "equal": EQUAL}

@@ -180,6 +180,7 @@ def records(methods):
     return load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
 
 
+@pytest.mark.experiments
 def test_tables_of_the_package_and_the_pages_are_those_of_the_records(records, methods):
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     file = Path(lag_table.__file__).parent / lag_table.FILE
@@ -220,6 +221,7 @@ def language_model_record(tmp_path):
     return record
 
 
+@pytest.mark.experiments
 def test_language_model_cells_have_their_best_learning_rate(language_model_record):
     cells = at_best_rates(load_cells(language_model_record))
     assert [(cell.lag, cell.recipe, cell.rate) for cell in cells] == [
@@ -231,6 +233,7 @@ def test_language_model_cells_have_their_best_learning_rate(language_model_recor
     assert cells[1].mean("mean reward") == pytest.approx(0.5)
 
 
+@pytest.mark.experiments
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [("topr", "70 / 10"), ("grpo", "– / 50"), ("vespo", "–")],
@@ -241,6 +244,7 @@ def test_measure_of_a_language_model_is_shown_at_both_rates(language_model_recor
     assert at_both_rates(cells, recipe, 64, "mean reward") == text
 
 
+@pytest.mark.experiments
 def test_order_of_a_language_model_is_compared_lag_by_lag(language_model_record, records, methods):
     rows = language_model_agreement(records, methods, (16, 64), language_model_record)
     # Both order the three losses alike at lag 64 on `chain`; one loss at lag 16 makes no order.

@@ -82,7 +82,7 @@ def test_product_equals_its_layers_and_is_independent_of_other_rows(out, k):
     torch.set_num_threads(threads)
 
 
-# The files that are compiled to look at a level. All of them take many times as long as the products.
+# The files that are compiled to look at a level. All of them take many times as long as these.
 PRODUCTS = tuple(path for path in library.SOURCES if path.stem.startswith("products"))
 FILES = {
     "native": library.SOURCES,

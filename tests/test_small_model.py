@@ -11,6 +11,8 @@ import torch
 from small_model import FOLDER, RIGHT, Sum, line, loss_of, one_token, rate, split
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+pytestmark = pytest.mark.experiments
+
 
 @pytest.fixture(scope="module")
 def rates() -> dict[Sum, float]:

@@ -404,6 +404,7 @@ def test_run_has_the_settings_of_the_base_the_study_and_its_labels(tmp_path):
     assert Study(title="", settings="").cells == [()]
 
 
+@pytest.mark.experiments
 @pytest.mark.parametrize("name", sorted(path.name for path in PAPERS.glob("*.toml")))
 def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, monkeypatch):
     monkeypatch.chdir(TESTS.parent)

@@ -3,6 +3,8 @@ from theory.bandit import METHODS, curves, masks_table, run, table
 
 from lagrpo.core.recipes import resolve
 
+pytestmark = pytest.mark.experiments
+
 # J after 1000 steps without syncs; at step 500 and after 1000 with a sync every 100 steps
 EXPECTED = {
     "REINFORCE": (0.800, 0.800, 0.800),
