@@ -64,7 +64,9 @@ def evaluated(rewards: Rewards, reward_range: tuple[float, float] = (0.0, 1.0)) 
     ]
     answers = reversed([*zip(requests, groups, strict=True)])
     reward_pool: Any = GivenRewards()
-    engine: Any = SimpleNamespace(sample=lambda requests, G, params: answers)
+    engine: Any = SimpleNamespace(
+        sample=lambda requests, G, params: answers, samples_on_every_rank=True
+    )
     samples = len(next(iter(rewards.values()), []))
     return evaluate(
         EvalSet(
@@ -116,7 +118,9 @@ def test_completion_without_the_first_of_several_rewards_counts_neither_as_right
     prompt = Prompt(4, ({"role": "user", "content": "4?"},), "4")
     completions = [replace(completion(0, 0.0), outcome=outcome) for outcome in outcomes]
     sampled = [(Request(0, 0, prompt), Group(prompt, tuple(completions)))]
-    engine: Any = SimpleNamespace(sample=lambda requests, G, params: sampled)
+    engine: Any = SimpleNamespace(
+        sample=lambda requests, G, params: sampled, samples_on_every_rank=True
+    )
     reward_pool: Any = GivenRewards()
     params = SamplingParams("evaluate", 1.0, 8)
     evaluation = evaluate(EvalSet([], reward_pool, params, samples=4, rewards=rewards), engine)
@@ -132,7 +136,9 @@ def test_completion_without_the_first_of_several_rewards_counts_neither_as_right
 def test_evaluation_names_a_reward_outside_its_range():
     rewards = SeveralRewards.from_reward(sample_rewards.correct)
     sampled = [(None, Group(Prompt(0, ({"content": "?"},), "7"), (completion(0, 5.0),)))]
-    engine: Any = SimpleNamespace(sample=lambda requests, G, params: sampled)
+    engine: Any = SimpleNamespace(
+        sample=lambda requests, G, params: sampled, samples_on_every_rank=True
+    )
     reward_pool: Any = GivenRewards()
     params = SamplingParams("evaluate", 1.0, 8)
     evaluation = evaluate(EvalSet([], reward_pool, params, samples=1, rewards=rewards), engine)
@@ -235,7 +241,9 @@ def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions(
     prompt = Prompt(4, ({"role": "user", "content": "4?"},), "4")
     requests = [Request(0, 0, prompt)]
     answers = [(requests[0], Group(prompt, tuple(map(completion, range(4), REWARDS[4]))))]
-    engine: Any = SimpleNamespace(sample=lambda requests, G, params: answers)
+    engine: Any = SimpleNamespace(
+        sample=lambda requests, G, params: answers, samples_on_every_rank=True
+    )
     reward_pool: Any = GivenRewards()
     eval_set = EvalSet(requests, reward_pool, SamplingParams("evaluate", 1.0, 8), samples=4)
     components: Any = SimpleNamespace(
@@ -303,7 +311,9 @@ def test_signal_ends_an_evaluation_after_the_group_that_is_scored():
 
     prompts = [Prompt(key, (), None) for key in range(3)]
     sampled = [(None, Group(prompt, ())) for prompt in prompts]
-    setup: Any = SimpleNamespace(sample=lambda requests, G, params: iter(sampled), score=score)
+    setup: Any = SimpleNamespace(
+        sample=lambda requests, G, params: iter(sampled), score=score, samples_on_every_rank=True
+    )
     eval_set = EvalSet([], setup, SamplingParams("evaluate", 1.0, 8), samples=1)
     with interruptible(), deferring(), pytest.raises(Interrupted) as stop:
         evaluate(eval_set, setup)
@@ -314,10 +324,13 @@ def test_signal_ends_an_evaluation_after_the_group_that_is_scored():
 def test_share_without_a_reward_is_the_one_of_all_ranks():
     """This rank's completion has no reward. That of another rank has one, then none."""
     sampled = [(None, make_group("raise bad", key=1))]
-    engine: Any = SimpleNamespace(sample=lambda requests, G, params: iter(sampled))
+    engine: Any = SimpleNamespace(
+        sample=lambda requests, G, params: iter(sampled), samples_on_every_rank=True
+    )
     groups_of_other_rank: list[Group] = []
     ranks: Any = SimpleNamespace(
         size=2,
+        share=list,
         sync_interrupts=nullcontext,
         join=lambda groups: [*groups, *groups_of_other_rank],
     )

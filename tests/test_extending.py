@@ -225,6 +225,59 @@ def test_run_with_a_rollout_engine_of_its_own_resumes(model, tmp_path):
     assert load_rollouts(stopped, columns=columns) == load_rollouts(never_stopped, columns=columns)
 
 
+FULLER_ENGINE = """
+from contextlib import contextmanager
+import my_engine
+from lagrpo.rollout.base import VersionCheck
+
+def load(settings, policy):
+    plain = my_engine.load(settings, policy)
+    return Fuller(plain.digit_ids, plain.seed)
+
+class Fuller(my_engine.DigitGuesser):
+    evaluates = True
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.calls = []
+
+    @contextmanager
+    def temporary_weights(self, weights, version, *, restore_afterwards):
+        before, self.version = self.version, version
+        yield
+        self.version = before
+
+    def weight_check(self, policy, requests):
+        self.calls.append(f"compares {len(requests)} prompts")
+        return VersionCheck(self)
+
+    def before_learning(self):
+        self.calls.append("frees memory")
+
+    def keep_logs(self, run):
+        self.log = run / "engine.log"
+
+    def close(self):
+        self.log.write_text("\\n".join(self.calls))
+"""
+
+
+def test_rollout_engine_may_replace_each_default(model, tmp_path):
+    """Evaluations sample from it, it has its own weight check, and it keeps its log."""
+    (tmp_path / "fuller_engine.py").write_text(FULLER_ENGINE, encoding="utf-8")
+    settings = tiny_settings(
+        model,
+        tmp_path / "runs",
+        rollout={"engine": "fuller_engine:load"},
+        schedule={"batches": 2, "sync_every": 2},
+    )
+    run = lagrpo.train(settings).run
+    calls = (run / "engine.log").read_text(encoding="utf-8").splitlines()
+    assert calls == ["compares 6 prompts", "frees memory", "frees memory"]
+    records = load_evaluation_records(run, "after")
+    assert all(text in "0123456789" for row in records for text in row["completions"])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -16,11 +16,10 @@ from running import Section, tiny_settings
 from scoring import make_completion, make_group
 
 from lagrpo.rewards.pool import RewardError, RewardPool
-from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.rollout.base import Request, SamplingParams, WeightSyncError
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher, VersionError
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import TrainerComponents

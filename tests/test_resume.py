@@ -22,8 +22,8 @@ from tiny import save_tiny
 
 from lagrpo import Callback, train
 from lagrpo.errors import SettingsError
+from lagrpo.rollout.base import WeightSyncError
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.runs import load_events
 from lagrpo.runs.directory import Run, RunLockedError, locked
 from lagrpo.settings.load import load_settings

@@ -11,19 +11,18 @@ from tiny import tiny_policy
 
 from lagrpo.model.layout import Packed
 from lagrpo.model.model import Policy, copy_policy
+from lagrpo.rollout.base import WeightSyncError
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.sync_check import Agreement, WeightSyncCheck, WeightSyncError, check_fresh
+from lagrpo.rollout.sync_check import LocalCheck, ServerCheck, check_fresh
 
 either_computation = pytest.mark.usefixtures("either_computation")
 
 
-def checked(policy: Policy) -> tuple[LocalSampler, WeightSyncCheck, Agreement]:
-    """A sampler of the policy, a check that has found their grade, and that grade."""
+def checked(policy: Policy) -> tuple[LocalSampler, LocalCheck]:
+    """A sampler of the policy, and its check."""
     sampler = LocalSampler(copy_policy(policy), 0, 16, 64)
-    check = WeightSyncCheck(
-        [request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype
-    )
-    return sampler, check, check.start(policy, sampler)
+    requests = [request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)]
+    return sampler, sampler.weight_check(policy, requests)
 
 
 @torch.no_grad()
@@ -40,11 +39,12 @@ def update(policy: Policy, *names: str) -> None:
 @either_computation
 def test_grade_is_exact_if_all_products_are_ours():
     policy = tiny_policy(dtype=torch.bfloat16, tau=0.7)
-    sampler, check, agreement = checked(policy)
+    _, check = checked(policy)
+    agreement = check.agreement
     assert agreement.grade == ("exact" if policy.model.exact else "close")
     assert agreement.tokens > 60
-    assert check(policy, sampler)["logp_difference_mean"] == agreement.mean
-    agreement = checked(tiny_policy())[2]
+    assert check(policy)["logp_difference_mean"] == agreement.mean
+    agreement = checked(tiny_policy())[1].agreement
     assert agreement.grade == "close"
     assert agreement.largest < 1e-4
 
@@ -57,30 +57,30 @@ def test_grade_is_exact_if_all_products_are_ours():
 )
 def test_check_passes_after_a_sync_and_stops_on_stale_weights_of_any_layer(dtype, lora):
     policy = tiny_policy(dtype=dtype, lora=lora)
-    sampler, check, _ = checked(policy)
+    sampler, check = checked(policy)
     update(policy)
     with pytest.raises(WeightSyncError, match=r"version 1 was synced, but the sampler reports 0"):
-        check(policy, sampler)
+        check(policy)
     for name in policy.weights:
         sampler.sync_weights(policy.weights, policy.version)
-        check(policy, sampler)
+        check(policy)
         update(policy, name)
         sampler.policy.weights.version = policy.version  # says so, and has the weights of before
         if bool(policy.weights[name].any()):  # an adapter's B starts at 0
             with pytest.raises(WeightSyncError, match=r"the local sampler has stale weights"):
-                check(policy, sampler)
+                check(policy)
 
 
 @either_computation
 def test_policy_that_has_diverged_stops_the_run():
     policy = tiny_policy(dtype=torch.bfloat16)
-    sampler, check, _ = checked(policy)
+    sampler, check = checked(policy)
     with torch.no_grad():
         for weight in policy.weights.values():
             weight.fill_(torch.nan)
     sampler.sync_weights(policy.weights, 0)
     with pytest.raises(WeightSyncError, match="training diverged"):
-        check(policy, sampler)
+        check(policy)
 
 
 # ---- servers, on hand-worked log-probs ----
@@ -135,10 +135,13 @@ class Echo:
 
 def test_server_within_the_tolerance_passes_and_other_weights_or_temperature_stop_the_run():
     policy = tiny_policy(tau=0.7)
-    check = WeightSyncCheck(requests_for(policy, 3), torch.bfloat16)
-    metrics = check(policy, Echo(policy, shift=0.05))
+    echo = Echo(policy, shift=0.05)
+    check = ServerCheck(echo, requests_for(policy, 3), torch.bfloat16)
+    metrics = check(policy)
     assert metrics["logp_difference_mean"] == pytest.approx(0.05, abs=1e-5)
+    echo.shift = 0.11
     with pytest.raises(WeightSyncError, match=r"tolerance 0.1"):
-        check(policy, Echo(policy, shift=0.11))
+        check(policy)
+    other = ServerCheck(Echo(policy, tau=1.0), requests_for(policy, 3), torch.float32)
     with pytest.raises(WeightSyncError, match=r"another temperature"):
-        WeightSyncCheck(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
+        other(policy)

@@ -288,7 +288,7 @@ def press(
         (
             signal.SIGINT,
             ContinuousBatch,
-            "_sample_tokens",
+            "step",
             20,
             0,
         ),  # in the evaluation before batch 1

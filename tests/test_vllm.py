@@ -498,7 +498,7 @@ def test_server_may_sleep_between_the_last_completion_and_the_update(monkeypatch
     note(LocalSampler, "sync_weights", "sync")
     note(Prefetcher, "submit", "sample")
     note(RewardPool, "score", "score")
-    note(build.TrainerComponents, "free_gpu", "sleep")
+    note(LocalSampler, "before_learning", "sleep")
     note(Trainer, "step", "update")
     schedule = {"batches": 2, "sync_every": 1}
     model = save_tiny(tmp_path / "model")

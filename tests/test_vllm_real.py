@@ -20,7 +20,8 @@ from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_director
 
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Packed, Policy
-from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError
+from lagrpo.rollout.base import WeightSyncError
+from lagrpo.rollout.sync_check import ServerCheck
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.rollout.vllm.weights import DIRECTORY
@@ -110,13 +111,11 @@ def distance(policy: Policy, group: Group) -> float:
 def test_trainer_and_server_agree_after_each_sync(request, model, tau, lora):
     server = request.getfixturevalue("adapting" if lora else "server")
     policy = policy_of(model, tau, lora=lora)
-    engine, check = (
-        engine_of([server], policy),
-        WeightSyncCheck(requests_for(policy, 4), torch.float32),
-    )
+    engine = engine_of([server], policy)
+    check = engine.weight_check(policy, requests_for(policy, 4))
     for version in range(4):
         engine.sync_weights(policy.weights, version)
-        metrics = check(policy, engine)
+        metrics = check(policy)
         assert metrics["logp_difference_mean"] < 1e-4
         assert not version or metrics["telling_tokens"] > 5
         for _, group in engine.sample(requests_for(policy, 3, batch=version), 4):
@@ -135,10 +134,10 @@ def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
     try:
         policy = policy_of(model, dtype=torch.bfloat16)
         engine = engine_of([server], policy)
-        check = WeightSyncCheck(requests_for(policy, 4), torch.bfloat16, tolerance=0.02)
+        check = ServerCheck(engine, requests_for(policy, 4), torch.bfloat16, tolerance=0.02)
         for version in range(3):
             engine.sync_weights(policy.weights, version)
-            check(policy, engine)
+            check(policy)
             update(policy, 0.3)
         monkeypatch.setattr(server, "reload_method", VllmClient.reload_method)
         engine.sync_weights(policy.weights, 3)
@@ -146,7 +145,7 @@ def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
             encoding="utf-8"
         )
         with pytest.raises(WeightSyncError) if packed else nullcontext():
-            check(policy, engine)
+            check(policy)
         engine.close()
     finally:
         server.close()

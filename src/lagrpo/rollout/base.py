@@ -1,18 +1,25 @@
 """The interfaces of rollout engines and evaluators, and the requests that they get.
 
-An engine is in this process (local.py), samples from servers (vllm/engine.py), or is the user's.
+An engine is in this process (local.py), samples from servers (vllm/engine.py), or is the user's. An
+engine says what it can do; nobody asks which one it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from lagrpo.model.model import Policy
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from lagrpo.rollout.sync_check import Agreement
 
 # The token ids of a prompt, and the token ids of a completion.
 Item = tuple[Sequence[int], Sequence[int]]
@@ -65,7 +72,48 @@ class SamplingParams:
         return self.max_tokens + self.episodes.replied
 
 
-class RolloutEngine(Protocol):
+class EngineDefaults(Protocol):
+    """What an engine may say of itself. An engine of the user's has these defaults."""
+
+    computes_as_trainer: bool = False
+    """True if it computes in this process as the trainer does: log α of tokens of π_k is log π_k,
+    up to the rounding that the weight check measures"""
+
+    samples_on_every_rank: bool = True
+    """True if each rank has an engine, which gets its share of the prompts; False if rank 0 gets
+    them all"""
+
+    evaluates: bool = False
+    """True if evaluations sample from this engine, by `temporary_weights`. Otherwise lagrpo samples
+    them from the trainer's policy in its own process."""
+
+    def temporary_weights(
+        self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
+    ) -> AbstractContextManager[None]:
+        """Returns a context in which the engine has π_version, for an evaluation.
+
+        With `restore_afterwards`, it has the weights of the last sync again afterwards. Without it
+        π_version counts as synced.
+        """
+        raise TypeError(f"{type(self).__name__} evaluates, but has no temporary_weights")
+
+    def weight_check(
+        self: RolloutEngine, policy: Policy, requests: Sequence[Request]
+    ) -> WeightCheck:
+        """Returns the check after each weight sync. It may compare on these prompts.
+
+        Raises WeightSyncError if the engine computes something else than the policy.
+        """
+        return VersionCheck(self)
+
+    def before_learning(self) -> None:
+        """Frees what the trainer may need. Everything that was submitted has come."""
+
+    def keep_logs(self, run: Path) -> None:
+        """Moves the logs of what the engine started into the directory of a run."""
+
+
+class RolloutEngine(EngineDefaults, Protocol):
     """A rollout engine: it generates with the weights of the last weight sync.
 
     For a request it gives one group of G completions. A completion of t tokens has
@@ -112,12 +160,55 @@ class RolloutEngine(Protocol):
         ...
 
 
+class WeightCheck(Protocol):
+    """The check after each weight sync: the engine must have the policy's weights."""
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The agreement of trainer and engine at the start of a run, if it was measured."""
+        ...
+
+    def __call__(self, policy: Policy) -> Mapping[str, float]:
+        """Returns metrics. Raises WeightSyncError for other weights."""
+        ...
+
+
+class WeightSyncError(RuntimeError):
+    """The sampler does not have the weights of the policy."""
+
+
+class VersionCheck:
+    """The weight check of an engine without another one: it looks at the version alone."""
+
+    agreement = None
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+
+    def __call__(self, policy: Policy) -> Mapping[str, float]:
+        check_version(policy, self.engine.version)
+        return {}
+
+
+def check_version(policy: Policy, version: int) -> None:
+    """Raises WeightSyncError unless `version`, which the engine reports, is the policy's."""
+    if version != policy.version:
+        raise WeightSyncError(
+            f"version {policy.version} was synced, but the sampler reports {version}"
+        )
+
+
 class Evaluator(Protocol):
     """The part of an engine that evaluations need.
 
-    It is an engine in this process on the trainer's own weights, or with vLLM the engine that
-    training samples from, which gets the policy for as long as an evaluation takes.
+    It is an engine in this process on the trainer's own weights, or an engine that `evaluates`,
+    which gets the policy for as long as an evaluation takes.
     """
+
+    @property
+    def samples_on_every_rank(self) -> bool:
+        """As for `RolloutEngine`."""
+        ...
 
     def sample(
         self, requests: Sequence[Request], G: int, params: SamplingParams, /

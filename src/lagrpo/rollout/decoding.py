@@ -6,13 +6,14 @@ returns the final hidden states. A row that waits for an environment takes no to
 takes all tokens of the reply.
 
 A GPU decodes with `RecordedState` (recorded.py) instead, unless a model's steps cannot be recorded.
+`DecodingState` says what both can do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from lagrpo.cpu import kernels
 from lagrpo.cpu.decoder import Layout
 from lagrpo.model.attention import Shape
 from lagrpo.model.layout import PackedLayout
+from lagrpo.rollout.base import SamplingParams
+from lagrpo.rollout.nucleus import keep_nucleus
 
 if TYPE_CHECKING:
     from lagrpo.model.model import Model
@@ -35,6 +38,61 @@ PIECE = 512
 MIN_ROWS = 2
 # Numbers in a vector register: the capacity of a cache is a multiple of it.
 MIN_KEYS = 16
+
+
+class DecodingState(Protocol):
+    """Keys and values of the active rows, and the step that gives each row a token."""
+
+    max_rows: int
+
+    @property
+    def is_exact(self) -> bool:
+        """True if a row gets the same bits, whatever is computed with it."""
+        ...
+
+    def fits(self, max_rows: int, max_tokens: int) -> bool:
+        """True if it can serve a later batch of so many rows of so many tokens."""
+        ...
+
+    def step(
+        self,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        prompts: Sequence[Sequence[int]],
+        G: int,
+        uniform: np.ndarray,
+        params: SamplingParams,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Computes the next tokens of the active rows, begins groups, and samples a token for each.
+
+        `ids` is int64 [n], row after row, `counts` int64 [R]: how many of them each row has. A row
+        that waits has none. Each of the `prompts` begins a group of G rows behind the active rows.
+        `uniform` has a number in [0, 1) for each row that has tokens, then for each new row:
+        float64 [S]. Returns the new tokens of these rows, int64 [S], and their log-probs, float32
+        [S].
+        """
+        ...
+
+    def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Drops ended rows.
+
+        Returns the moves (from row, to row) that keep the active rows at 0 .. R-1.
+        """
+        ...
+
+
+@torch.no_grad()
+def sample_tokens(
+    model: Model, hidden: Tensor, uniform: np.ndarray, params: SamplingParams
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples a token for each of R rows from its hidden state: hidden [R, H], uniform [R].
+
+    Returns the tokens, int64 [R], and their log-probs, float32 [R].
+    """
+    logits = keep_nucleus(model.logits(hidden), params.tau, params.top_p)  # [R, V]
+    numbers = torch.from_numpy(uniform).to(hidden.device)
+    tokens, logp = model.backend.sample(logits, params.tau, numbers)
+    return tokens.cpu().numpy(), logp.cpu().numpy()
 
 
 @dataclass(slots=True)
@@ -148,9 +206,30 @@ class DecodeState:
         # int64 [R]: the number of tokens in each row's own cache
         self.lengths = torch.empty(0, dtype=torch.long)
 
+    def fits(self, max_rows: int, max_tokens: int) -> bool:
+        return False  # its caches grow with the completions
+
     @property
     def rows(self) -> int:
         return len(self.group_of_row)
+
+    def step(
+        self,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        prompts: Sequence[Sequence[int]],
+        G: int,
+        uniform: np.ndarray,
+        params: SamplingParams,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        hidden_of_rows: list[Tensor] = []  # each [rows, H]
+        if len(ids) > 0:
+            hidden = self.feed(ids, counts)  # [n, H]
+            last_of_row = torch.from_numpy(counts[counts > 0].cumsum() - 1)  # int64 [rows]
+            hidden_of_rows.append(hidden.index_select(0, last_of_row.to(hidden.device)))
+        if prompts:
+            hidden_of_rows.append(self.admit(prompts, G).repeat_interleave(G, 0))
+        return sample_tokens(self.model, torch.cat(hidden_of_rows), uniform, params)
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:

@@ -23,10 +23,9 @@ from torch import Tensor
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy
 from lagrpo.rng import uniforms
-from lagrpo.rollout.base import Request, SamplingParams
-from lagrpo.rollout.decoding import DecodeState
+from lagrpo.rollout.base import EngineDefaults, Request, SamplingParams
+from lagrpo.rollout.decoding import DecodeState, DecodingState
 from lagrpo.rollout.episodes import Episode, Episodes
-from lagrpo.rollout.nucleus import keep_nucleus
 from lagrpo.rollout.recorded import (
     KEPT_SHARE,
     LARGEST_SHARE,
@@ -36,13 +35,14 @@ from lagrpo.rollout.recorded import (
 )
 from lagrpo.rollout.rows import Row, Rows
 from lagrpo.rollout.stop import completes_stop
+from lagrpo.rollout.sync_check import LocalCheck
 from lagrpo.types import Completion, Group
 
 # Steps that a row waits for its environment, if rounding depends on what is computed with the row.
 PAUSE = 4
 
 
-class LocalSampler:
+class LocalSampler(EngineDefaults):
     """A rollout engine in this process. It samples with `policy`, a copy of the one that learns.
 
     At most `max_num_seqs` completions are in flight. Each has at most `max_tokens` sampled tokens,
@@ -50,6 +50,7 @@ class LocalSampler:
     """
 
     syncs_in_flight = False
+    computes_as_trainer = True
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class LocalSampler:
             tau = policy.tau
         self.params = SamplingParams("sample", tau, max_tokens, episodes, stop=tuple(stop))
         # The state of an earlier batch, with its graphs.
-        self._idle_state: RecordedState | None = None
+        self._idle_state: DecodingState | None = None
 
     @property
     def version(self) -> int:
@@ -86,6 +87,9 @@ class LocalSampler:
         return {}
 
     def close(self) -> None: ...
+
+    def weight_check(self, policy: Policy, requests: Sequence[Request]) -> LocalCheck:
+        return LocalCheck(policy, self, requests)
 
     def sample(
         self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
@@ -109,7 +113,7 @@ class LocalSampler:
             complete_groups = batch.step()
             if not batch:
                 # Before the last yield: the caller may never come back after the last group.
-                if stays and isinstance(batch.state, RecordedState):
+                if stays:
                     self._idle_state = batch.state
                 del batch.state
             for rows in complete_groups:
@@ -119,7 +123,7 @@ class LocalSampler:
 
     def _take_state(
         self, max_rows: int, G: int, longest_prompt: int, params: SamplingParams
-    ) -> tuple[DecodeState | RecordedState, bool]:
+    ) -> tuple[DecodingState, bool]:
         """Returns the state of an earlier batch if it has room, else a new one.
 
         Also returns True if the state stays for the next batch, with its graphs. A new state stays
@@ -138,7 +142,6 @@ class LocalSampler:
                 max_rows = min(max_rows, max(G, kept_rows))
             is_recorded = max_rows <= rows_that_fit(self.model, max_tokens, LARGEST_SHARE)
         if not is_recorded:
-            # Its cache grows with the completions.
             return DecodeState(self.model, max_rows, params.longest), False
         if idle_state is not None and idle_state.fits(max_rows, max_tokens):
             return idle_state, True
@@ -190,7 +193,7 @@ class ContinuousBatch:
         seed: int,
         requests: Sequence[Request],
         G: int,
-        state: DecodeState | RecordedState,
+        state: DecodingState,
         params: SamplingParams,
     ) -> None:
         self.model = policy.model
@@ -216,34 +219,24 @@ class ContinuousBatch:
         self.clock += 1
         ended = self._take_replies()
 
-        continuing = self.rows.indices_to_feed()  # indices of rows, as all arrays of rows below
-        hidden_of_rows: list[Tensor] = []  # each [rows, H]
-        rows_to_sample: list[np.ndarray] = []  # the rows whose next token is sampled from these
-        if len(continuing) > 0:
-            if isinstance(self.state, RecordedState):
-                self._feed_and_sample(self.state, continuing)
-            else:
-                hidden_of_rows.append(self._feed(self.state))
-                rows_to_sample.append(continuing)
-
+        ids, counts = self.rows.next_tokens()
+        continuing = self.rows.indices_to_feed()
         first_new_row = len(self.rows)
         new_groups = [self._begin(self.waiting.popleft()) for _ in range(self._room())]
         new_rows = np.arange(first_new_row, len(self.rows))
-        if new_groups:
-            hidden_of_rows.append(self._admit(new_groups))
-            rows_to_sample.append(new_rows)
-
-        if rows_to_sample:
-            self._sample_tokens(torch.cat(hidden_of_rows), np.concatenate(rows_to_sample))
-        ended += self._end_turns(np.concatenate([continuing, new_rows]))
+        indices = np.concatenate([continuing, new_rows])  # the rows that get a token
+        if len(indices) > 0:
+            prompts = [rows[0].request.prompt.token_ids for rows in new_groups]
+            uniform = self.rows.next_uniform(indices)
+            tokens, logp = self.state.step(ids, counts, prompts, self.G, uniform, self.params)
+            self.rows.add_sampled(indices, tokens, logp)
+        ended += self._end_turns(indices)
         return self._retire(ended)
 
     def _room(self) -> int:
         """Returns the number of waiting groups that there is room for."""
         free_rows = self.state.max_rows - len(self.rows)
         return min(len(self.waiting), free_rows // self.G)
-
-    # ---- tokens ----
 
     def _begin(self, request: Request) -> list[Row]:
         """Begins a group behind the other rows. Returns its rows."""
@@ -259,41 +252,6 @@ class ContinuousBatch:
         self.rows.begin(group, uniform)
         self.open.append(group)
         return group
-
-    def _admit(self, groups: list[list[Row]]) -> Tensor:
-        """Prefills new groups.
-
-        Returns the hidden states [groups * G, H] from which their first tokens are sampled.
-        """
-        prompts = [rows[0].request.prompt.token_ids for rows in groups]
-        hidden = self.state.admit(prompts, self.G)  # [groups, H]
-        return hidden.repeat_interleave(self.G, 0)
-
-    def _feed(self, state: DecodeState) -> Tensor:
-        """Feeds the next tokens of the rows that continue.
-
-        Returns the hidden states [rows, H] of the last token of each.
-        """
-        ids, counts = self.rows.next_tokens()
-        hidden = state.feed(ids, counts)  # [n, H]
-        last_of_row = torch.from_numpy(counts[counts > 0].cumsum() - 1)  # int64 [rows]
-        return hidden.index_select(0, last_of_row.to(hidden.device))
-
-    def _feed_and_sample(self, state: RecordedState, continuing: np.ndarray) -> None:
-        """Feeds the next tokens of the rows that continue, and samples one more for each."""
-        ids, counts = self.rows.next_tokens()
-        uniform = self.rows.next_uniform(continuing)
-        tokens, logp = state.feed_and_sample(ids, counts, uniform, self.params.tau)
-        self.rows.add_sampled(continuing, tokens, logp)
-
-    @torch.no_grad()
-    def _sample_tokens(self, hidden: Tensor, indices: np.ndarray) -> None:
-        """Samples a token for each of these rows from its hidden state: hidden [rows, H]."""
-        uniform = torch.from_numpy(self.rows.next_uniform(indices)).to(hidden.device)
-        logits = self.model.logits(hidden)  # [rows, V]
-        logits = keep_nucleus(logits, self.params.tau, self.params.top_p)
-        tokens, logp = self.model.backend.sample(logits, self.params.tau, uniform)
-        self.rows.add_sampled(indices, tokens.cpu().numpy(), logp.cpu().numpy())
 
     # ---- environments ----
 

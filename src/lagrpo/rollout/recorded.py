@@ -28,7 +28,8 @@ from lagrpo.gpu.cached_attention import attend_by_flash, attend_by_mask, flash_r
 from lagrpo.gpu.graphs import Graphs
 from lagrpo.model.attention import Shape
 from lagrpo.model.layout import PackedLayout
-from lagrpo.rollout.decoding import number_tokens, plan_moves
+from lagrpo.rollout.base import SamplingParams
+from lagrpo.rollout.decoding import number_tokens, plan_moves, sample_tokens
 
 if TYPE_CHECKING:
     from lagrpo.model.model import Model
@@ -185,6 +186,25 @@ class RecordedState:
         return hidden.index_select(0, layout.last_prompt_rows)
 
     # ---- steps ----
+
+    def step(
+        self,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        prompts: Sequence[Sequence[int]],
+        G: int,
+        uniform: np.ndarray,
+        params: SamplingParams,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        num_fed = int(np.count_nonzero(counts))
+        samples: list[tuple[np.ndarray, np.ndarray]] = []
+        if num_fed > 0:
+            samples.append(self.feed_and_sample(ids, counts, uniform[:num_fed], params.tau))
+        if prompts:
+            hidden = self.admit(prompts, G).repeat_interleave(G, 0)  # [new rows, H]
+            samples.append(sample_tokens(self.model, hidden, uniform[num_fed:], params))
+        tokens, logp = zip(*samples, strict=True)
+        return np.concatenate(tokens), np.concatenate(logp)
 
     def feed(self, ids: np.ndarray, counts: np.ndarray) -> Tensor:
         """Computes the next tokens of the active rows: ids int64 [n], row after row.

@@ -1,7 +1,7 @@
 """The weight-sync check: after every weight sync the sampler must have the policy's weights.
 
-Rounding never stops a run; other weights always do. An engine of the user's own only has to report
-the right version.
+Rounding never stops a run; other weights always do. Every engine has a check (`weight_check` in
+base.py): `LocalCheck` and `ServerCheck` are here, `VersionCheck` is the default.
 
 The local engine is compared weight by weight, to the bit, and at the start of a run by log-probs:
 *exact* if a row has the same bits in trainer and engine (`Model.exact`), else *close*, hundredths
@@ -26,17 +26,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lagrpo.model.layout import Packed
 from lagrpo.model.model import Policy
-from lagrpo.rollout.base import Item, Request, RolloutEngine
-from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.base import Item, Request, WeightSyncError, check_version
 from lagrpo.rollout.prefetch import in_order
 from lagrpo.types import Group
+
+if TYPE_CHECKING:
+    from lagrpo.rollout.local import LocalSampler
 
 CHECK_PROMPTS = 8
 # Most tokens of each completion that is compared.
@@ -65,10 +67,6 @@ smaller chance than this.
 Tokens are counted, not summed: the noise has heavy tails, and a few unlikely tokens would decide a
 sum of squares.
 """
-
-
-class WeightSyncError(RuntimeError):
-    """The sampler does not have the weights of the policy."""
 
 
 class ServedEngine(Protocol):
@@ -116,34 +114,17 @@ class _Comparison:
     servers_ST: Tensor  # [S, T]: by each server
 
 
-class WeightSyncCheck:
-    """The check of one run.
+class LocalCheck:
+    """The check of the local engine. `agreement` is from the start of the run.
 
-    Call it after each weight sync; for the local engine call `start` first.
-
-    `requests` are the prompts to compare on. `tolerance` replaces the tolerance for `dtype`.
-    `agreement` is what `start` found.
+    At the start trainer and engine are compared on `requests`, and on a prompt longer than a block.
+    Raises WeightSyncError if the log-probs differ by more than TOO_FAR on average, or if a log-prob
+    is not a number.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None
-    ) -> None:
-        self.requests = list(requests)[:CHECK_PROMPTS]
-        self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-        self.agreement: Agreement | None = None
-        # The compared tokens, and the trainer's mean log-prob of them when they were generated.
-        self._items: list[Item] = []
-        self._mean_logp = 0.0
-        # The comparison at the last sync that passed.
-        self._before: _Comparison | None = None
-
-    def start(self, policy: Policy, sampler: LocalSampler) -> Agreement:
-        """Compares trainer and local engine on several prompts, one longer than a block.
-
-        Raises WeightSyncError if the log-probs differ by more than TOO_FAR on average, or if a
-        log-prob is not a number.
-        """
-        requests = [*self.requests, self._long_request()]
+    def __init__(self, policy: Policy, sampler: LocalSampler, requests: Sequence[Request]) -> None:
+        self.sampler = sampler
+        requests = [*requests, _long_request(requests)]
         params = replace(sampler.params, purpose="probe", max_tokens=LOCAL_TOKENS, episodes=None)
         groups = [group for _, group in sampler.sample(requests, LOCAL_COMPLETIONS, params)]
         groups = in_order(requests, groups)
@@ -167,71 +148,105 @@ class WeightSyncCheck:
             largest=largest,
             tokens=len(difference_T),
         )
-        return self.agreement
 
-    def __call__(
-        self, policy: Policy, sampler: RolloutEngine | ServedEngine
-    ) -> Mapping[str, float]:
+    def __call__(self, policy: Policy) -> Mapping[str, float]:
+        """Returns logp_difference_mean and logp_difference_max, nats per token, at the start.
+
+        Raises WeightSyncError if a weight of the engine differs from the policy's.
+        """
+        check_version(policy, self.sampler.version)
+        where = f"version {policy.version}"
+        stale_names = self.sampler.policy.weights.differing(policy.weights)
+        if stale_names:
+            raise WeightSyncError(
+                f"{where}: the local sampler has stale weights: {len(stale_names)} weights, "
+                f"such as {stale_names[0]}, differ from the policy's"
+            )
+        # A few numbers of each weight suffice: a gradient that is not finite spoils all of it.
+        first_numbers = [
+            parameter.detach().flatten()[:64].float()
+            for parameter in self.sampler.policy.model.parameters()
+        ]
+        check_finite(torch.cat(first_numbers), where)
+        return {
+            "logp_difference_mean": self.agreement.mean,
+            "logp_difference_max": self.agreement.largest,
+        }
+
+
+def _long_request(requests: Sequence[Request]) -> Request:
+    """Returns a request whose prompt repeats all prompts up to LONG_PROMPT tokens."""
+    token_ids: list[int] = []
+    for request in requests:
+        token_ids += request.prompt.token_ids
+    repeated = (token_ids * LONG_PROMPT)[:LONG_PROMPT]
+    first = requests[0]
+    prompt = replace(first.prompt, key=-1, token_ids=tuple(repeated))
+    return replace(first, prompt=prompt)
+
+
+class ServerCheck:
+    """The check of an engine over servers.
+
+    `requests` are the prompts to compare on. `tolerance` replaces the tolerance for `dtype`, the
+    servers'.
+    """
+
+    agreement = None
+
+    def __init__(
+        self,
+        sampler: ServedEngine,
+        requests: Sequence[Request],
+        dtype: torch.dtype,
+        tolerance: float | None = None,
+    ) -> None:
+        self.sampler = sampler
+        self.requests = requests
+        self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+        # The compared tokens, and the trainer's mean log-prob of them when they were generated.
+        self._items: list[Item] = []
+        self._mean_logp = 0.0
+        # The comparison at the last sync that passed.
+        self._before: _Comparison | None = None
+
+    def __call__(self, policy: Policy) -> Mapping[str, float]:
         """Returns logp_difference_mean and logp_difference_max: |Δ log-prob| per token, nats.
 
-        The worst server counts. For the local engine they are from the comparison at the start.
-        Raises WeightSyncError if a test fails, SamplerError if a server is gone for good.
+        They are of the server that differs most. Raises WeightSyncError if a test fails,
+        SamplerError if a server is gone for good.
         """
-        where = f"version {policy.version}"
-        check_version(policy, sampler.version)
-        if self.agreement is not None:
-            assert isinstance(sampler, LocalSampler)
-            _check_weights(policy, sampler, where)
-            return {
-                "logp_difference_mean": self.agreement.mean,
-                "logp_difference_max": self.agreement.largest,
-            }
-        assert not isinstance(sampler, LocalSampler), "call `start` first"
-        return self._check_servers(policy, cast("ServedEngine", sampler), where)
-
-    def _long_request(self) -> Request:
-        """Returns a request whose prompt repeats all prompts up to LONG_PROMPT tokens."""
-        token_ids: list[int] = []
-        for request in self.requests:
-            token_ids += request.prompt.token_ids
-        repeated = (token_ids * LONG_PROMPT)[:LONG_PROMPT]
-        first = self.requests[0]
-        prompt = replace(first.prompt, key=-1, token_ids=tuple(repeated))
-        return replace(first, prompt=prompt)
-
-    def _check_servers(
-        self, policy: Policy, sampler: ServedEngine, where: str
-    ) -> Mapping[str, float]:
-        """Makes tests 2 to 4. Returns the metrics of the server that differs most."""
+        check_version(policy, self.sampler.version)
         if not self._items:
-            self._renew(policy, sampler)
-        now = self._compare(policy, sampler)
+            self._renew(policy)
+        now = self._compare(policy)
         metrics_of_servers: list[dict[str, float]] = []
-        for number, server in enumerate(sampler.servers):
-            where_on_server = f"{where} on {server}"
+        for number, server in enumerate(self.sampler.servers):
+            where = f"version {policy.version} on {server}"
             server_T = now.servers_ST[number]
-            metrics = check_distance(now.trainer_T, server_T, self.tolerance, where_on_server)
+            metrics = check_distance(now.trainer_T, server_T, self.tolerance, where)
             if self._before is not None:
                 metrics["telling_tokens"] = check_fresh(
                     self._before.trainer_T,
                     now.trainer_T,
                     self._before.servers_ST[number],
                     server_T,
-                    where_on_server,
+                    where,
                 )
             metrics_of_servers.append(metrics)
         if self._mean_logp - float(now.trainer_T.mean()) > RENEW:
-            now = self._renew(policy, sampler)
+            now = self._renew(policy)
         self._before = now
         return max(metrics_of_servers, key=lambda metrics: metrics["logp_difference_mean"])
 
-    def _renew(self, policy: Policy, sampler: ServedEngine) -> _Comparison:
+    def _renew(self, policy: Policy) -> _Comparison:
         """Replaces the compared tokens by what the first server generates now.
 
         The log-probs that every server reports with its own completions must be the trainer's at
         the sampling temperature.
         """
         # The first server comes last: its completions stay in `_items`.
+        sampler = self.sampler
         for number in reversed(range(len(sampler.servers))):
             server = sampler.servers[number]
             groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
@@ -249,36 +264,17 @@ class WeightSyncCheck:
                 self.tolerance / policy.tau,
                 f"the completions of {server}",
             )
-        comparison = self._compare(policy, sampler)
+        comparison = self._compare(policy)
         self._mean_logp = float(comparison.trainer_T.mean())
         return comparison
 
-    def _compare(self, policy: Policy, sampler: ServedEngine) -> _Comparison:
+    def _compare(self, policy: Policy) -> _Comparison:
         """Returns the log-probs of the compared tokens by the trainer and by each server."""
         logp_of_servers: list[list[float]] = []
-        for logp_of_items in sampler.get_logprobs(self._items):
+        for logp_of_items in self.sampler.get_logprobs(self._items):
             logp_of_servers.append([logp for item in logp_of_items for logp in item])
         return _Comparison(
             trainer_T=_logp(policy, self._items, 1.0), servers_ST=torch.tensor(logp_of_servers)
-        )
-
-
-class VersionCheck:
-    """The check of a run whose engine is the user's own: it makes test 1 alone."""
-
-    agreement = None
-
-    def __call__(self, policy: Policy, sampler: RolloutEngine) -> Mapping[str, float]:
-        """Returns no metrics. Raises WeightSyncError for another version."""
-        check_version(policy, sampler.version)
-        return {}
-
-
-def check_version(policy: Policy, version: int) -> None:
-    """Makes test 1: `version` is what the sampler reports. Raises WeightSyncError."""
-    if version != policy.version:
-        raise WeightSyncError(
-            f"version {policy.version} was synced, but the sampler reports {version}"
         )
 
 
@@ -339,21 +335,6 @@ def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, w
             "whose log-probs changed are closer to the previous version"
         )
     return num_telling
-
-
-def _check_weights(policy: Policy, sampler: LocalSampler, where: str) -> None:
-    """Raises WeightSyncError if a weight of the local engine differs from the policy's."""
-    stale_names = sampler.policy.weights.differing(policy.weights)
-    if stale_names:
-        raise WeightSyncError(
-            f"{where}: the local sampler has stale weights: {len(stale_names)} weights, "
-            f"such as {stale_names[0]}, differ from the policy's"
-        )
-    # A few numbers of each weight suffice: a gradient that is not finite spoils all of a weight.
-    first_numbers = [
-        parameter.detach().flatten()[:64].float() for parameter in sampler.policy.model.parameters()
-    ]
-    check_finite(torch.cat(first_numbers), where)
 
 
 def _items_of(groups: Sequence[Group]) -> list[Item]:

@@ -38,7 +38,7 @@ def find_code(settings: Settings) -> Iterator[tuple[str, str]]:
         if is_code and name not in REWARDS.values():
             yield setting, name
     # Options of vLLM load plugins and remote code; vLLM's versions differ in which ones.
-    if settings.rollout.engine == "vllm":
+    if settings.rollout.uses_vllm:
         for option in settings.vllm.server_args:
             yield "vllm.server_args", option
 

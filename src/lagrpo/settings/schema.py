@@ -71,7 +71,7 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
     vllm = settings.vllm
     offline = settings.offline
     yield from _find_too_many_samples(settings)
-    if rollout.engine != "vllm":
+    if not rollout.uses_vllm:
         default = sections.VllmSettings()
         for name, value in vllm:
             if value != getattr(default, name):
@@ -90,7 +90,7 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
             evaluation_set.temperature
         )
     for name, temperature in temperatures.items():
-        if rollout.engine == "vllm" and temperature is not None and temperature > 2:
+        if rollout.uses_vllm and temperature is not None and temperature > 2:
             yield f"{name} = {temperature:g}: rollout.engine = 'vllm' allows at most 2; lower it"
     if settings.model.lora_r and vllm.weight_transfer == "nccl":
         yield (

@@ -223,6 +223,11 @@ class RolloutSettings(Section):
         """True if a function of the user's makes the engine."""
         return self.engine not in ENGINES
 
+    @property
+    def uses_vllm(self) -> bool:
+        """True if vLLM servers sample."""
+        return self.engine == "vllm"
+
 
 class VllmSettings(Section):
     """vLLM servers: which ones, and how weights reach them."""

@@ -113,7 +113,7 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
     cores = usable_cores()
     if jobs is None:
         # Runs with vLLM would start servers side by side.
-        jobs = 1 if missing[0].settings.rollout.engine == "vllm" else cores
+        jobs = 1 if missing[0].settings.rollout.uses_vllm else cores
     print_text(f"{len(missing)} runs to make, {jobs} at a time", flush=True)
     waiting = list(missing)
     active: dict[subprocess.Popen[bytes], Run] = {}

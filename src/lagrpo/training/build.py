@@ -22,24 +22,18 @@ from lagrpo.model.files import save_model
 from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
-from lagrpo.rollout.base import Request, RolloutEngine
+from lagrpo.rollout.base import Evaluator, Request, RolloutEngine, WeightCheck
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
-from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
-from lagrpo.rollout.sync_check import VersionCheck, WeightSyncCheck
 from lagrpo.rollout.vllm.client import VllmClient
-from lagrpo.rollout.vllm.engine import VllmEngine
-from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
 from lagrpo.training import fsdp
 from lagrpo.training.build_engines import (
-    BuiltinEngine,
     build_evaluator,
     build_sampler,
-    build_weight_sync_check,
-    choose_share,
+    build_weight_check,
     sampling_params,
     start_servers,
     wait_for_shared_gpu,
@@ -56,7 +50,7 @@ from lagrpo.training.build_tasks import (
 )
 from lagrpo.training.checks import offline_prompts
 from lagrpo.training.model_files import ModelFiles, read_model_files
-from lagrpo.training.ranks import FirstRankSampler, Ranks, add_up
+from lagrpo.training.ranks import Ranks, add_up
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, JsonView
 
@@ -75,13 +69,11 @@ class TrainerComponents:
     """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
     trainer: Trainer  # with the policy, the recipe and the reference
     sampler: RolloutEngine
-    evaluator: BuiltinEngine
-    share: Callable[[Sequence[Request]], list[Request]]
-    """returns the requests that this rank samples and scores"""
+    evaluator: Evaluator
     prefetcher: Prefetcher
     offline: OfflineData | None  # completions of files
     schedule: Schedule
-    check_weight_sync: WeightSyncCheck | VersionCheck
+    check_weight_sync: WeightCheck
     ranks: Ranks
     skeleton: Any  # the model of transformers without its numbers, if layers are sharded
     processes: ExitStack  # ends workers, and servers that were started
@@ -128,18 +120,15 @@ class TrainerComponents:
                 # The trainer has sharded the policy. Only vLLM samples without whole weights here.
                 backend = policy.model.backend
                 policy = trainer.policy
-                if sampling.engine != "vllm":
+                if not sampling.uses_vllm:
                     policy = fsdp.copy_whole(policy, skeleton, backend)
             params = sampling_params(settings, main.episodes)
             sampler = build_sampler(settings, policy, servers, params, ranks)
-            share = choose_share(settings, ranks)
             undo.callback(sampler.close)
-            evaluator = build_evaluator(settings, policy, sampler, ranks)
-            if isinstance(evaluator, fsdp.EvaluationSampler):
-                evaluator.source = trainer.policy
+            evaluator = build_evaluator(settings, policy, trainer.policy, sampler, ranks)
 
             def requests_of_batch(b: int) -> list[Request]:
-                return share(main.prompts.batch(b))
+                return share(sampler, ranks, main.prompts.batch(b))
 
             schedule = settings.schedule
             return TrainerComponents(
@@ -152,13 +141,12 @@ class TrainerComponents:
                 trainer=trainer,
                 sampler=sampler,
                 evaluator=evaluator,
-                share=share,
                 offline=offline,
                 ranks=ranks,
                 skeleton=skeleton,
                 prefetcher=Prefetcher(sampler, requests_of_batch, sampling.num_generations, params),
                 schedule=Schedule(schedule.kind, schedule.v, schedule.sync_at_kl),
-                check_weight_sync=build_weight_sync_check(trainer.policy, main.prompts, sampler),
+                check_weight_sync=build_weight_check(trainer.policy, main.prompts, sampler),
                 processes=undo.pop_all(),
             )
 
@@ -167,15 +155,9 @@ class TrainerComponents:
         """The task that the run trains on; evaluation sets may have others."""
         return self.tasks[MAIN_TASK]
 
-    @property
-    def samples_here(self) -> bool:
-        """True if this process samples, computing as the trainer does, up to rounding."""
-        return isinstance(self.sampler, LocalSampler)
-
-    def free_gpu(self) -> None:
-        """Lets the server sleep while the trainer learns, if vllm.sleep says so."""
-        if self.settings.vllm.sleep and isinstance(self.sampler, VllmEngine):
-            self.sampler.sleep()
+    def share(self, requests: Sequence[Request]) -> list[Request]:
+        """Returns the requests that this rank samples and scores."""
+        return share(self.sampler, self.ranks, requests)
 
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
         """Returns the decision of the schedule for the batch after `state`.
@@ -211,23 +193,16 @@ class TrainerComponents:
 
         return save
 
-    def keep_logs(self, run: Path) -> None:
-        """Moves the logs of servers that this run started into its directory."""
-        engine = self.sampler
-        if isinstance(engine, FirstRankSampler):
-            if not self.ranks.is_first:
-                return
-            engine = engine.engine
-        if not isinstance(engine, VllmEngine):
-            return
-        for server in engine.servers:
-            if isinstance(server, StartedServer) and server.log.is_file():
-                number = 1 + len(list(run.glob("vllm-*.log")))  # a resumed run has older ones
-                server.log = server.log.rename(run / f"vllm-{number}.log")
-
     def close(self) -> None:
         """Ends the workers, and the servers that were started."""
         self.processes.close()
+
+
+def share(engine: Evaluator, ranks: Ranks, requests: Sequence[Request]) -> list[Request]:
+    """Returns the requests that this rank's engine samples."""
+    if engine.samples_on_every_rank:
+        return ranks.share(requests)
+    return list(requests) if ranks.is_first else []
 
 
 def load_policy_and_servers(

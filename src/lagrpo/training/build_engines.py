@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
 
 from lagrpo.core.references import call_users_function
 from lagrpo.data.prompts import PromptSource
@@ -12,20 +14,25 @@ from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_files
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rewards.reward import load_function
-from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
+from lagrpo.rollout.base import (
+    EngineDefaults,
+    Evaluator,
+    RolloutEngine,
+    SamplingParams,
+    WeightCheck,
+    WeightSyncError,
+)
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.sync_check import CHECK_PROMPTS, VersionCheck, WeightSyncCheck, WeightSyncError
+from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.rollout.vllm.client import VllmClient
-from lagrpo.rollout.vllm.engine import VllmEngine, build_engine
+from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.rollout.vllm.server import open_servers, wait_until_ready
 from lagrpo.settings.schema import Settings
 from lagrpo.training import fsdp
 from lagrpo.training.build_policy import loading
 from lagrpo.training.checks import server_shares_gpu
 from lagrpo.training.ranks import FirstRankSampler, Ranks
-
-BuiltinEngine = LocalSampler | VllmEngine | FirstRankSampler
 
 
 def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> list[VllmClient]:
@@ -34,7 +41,7 @@ def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> lis
     `reply_tokens` is the largest number of tokens that environments reply. `undo` closes the
     servers.
     """
-    if settings.rollout.engine != "vllm":
+    if not settings.rollout.uses_vllm:
         return []
     with loading(settings.model):
         check_files(resolve_model(settings.model.path))
@@ -50,17 +57,6 @@ def wait_for_shared_gpu(settings: Settings, servers: Sequence[VllmClient]) -> No
     """
     if server_shares_gpu(settings):
         wait_until_ready(servers)
-
-
-def choose_share(settings: Settings, ranks: Ranks) -> Callable[[Sequence[Request]], list[Request]]:
-    """Returns the function that picks this rank's requests: with vLLM rank 0 has all of them."""
-    if settings.rollout.engine != "vllm":
-        return ranks.share
-
-    def share_on_rank0(requests: Sequence[Request]) -> list[Request]:
-        return list(requests) if ranks.is_first else []
-
-    return share_on_rank0
 
 
 def sampling_params(settings: Settings, episodes: Episodes | None = None) -> SamplingParams:
@@ -102,52 +98,51 @@ def build_sampler(
 
 
 def load_own_engine(settings: Settings, policy: Policy) -> RolloutEngine:
-    """Returns the engine that the function of rollout.engine makes. Raises SettingsError."""
+    """Returns the engine that the function of rollout.engine makes. Raises SettingsError.
+
+    What it does not say of itself is as in `EngineDefaults`.
+    """
     name = settings.rollout.engine
     with as_settings_error("rollout.engine"):
         engine = call_users_function(load_function(name), repr(name), settings, policy)
-        members = [name for name in vars(RolloutEngine) if not name.startswith("_")]
-        missing = [name for name in members if not hasattr(engine, name)]
+        missing = [name for name in public_members(RolloutEngine) if not hasattr(engine, name)]
         if missing:
             raise ValueError(
                 f"{name!r} returned a {type(engine).__name__} without {', '.join(missing)}; "
                 "lagrpo.rollout.base.RolloutEngine says what an engine has"
             )
+    for member, default in public_members(EngineDefaults).items():
+        if not hasattr(engine, member):
+            setattr(engine, member, partial(default, engine) if callable(default) else default)
     return engine
 
 
-def build_evaluator(
-    settings: Settings, policy: Policy, sampler: RolloutEngine, ranks: Ranks
-) -> BuiltinEngine:
-    """Returns what samples evaluations: the policy itself in this process, or the servers.
+def public_members(protocol: type) -> dict[str, Any]:
+    """Returns the members that a Protocol itself defines, by name."""
+    return {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
 
-    If layers are sharded, `policy` is a whole copy, which loads the trainer's weights each time.
+
+def build_evaluator(
+    settings: Settings, policy: Policy, trained: Policy, engine: RolloutEngine, ranks: Ranks
+) -> Evaluator:
+    """Returns what samples evaluations: the engine, if it does, else the policy in this process.
+
+    If layers are sharded, `policy` is a whole copy of the `trained` one, which it loads each time.
     """
-    if isinstance(sampler, VllmEngine | FirstRankSampler):
-        return sampler
+    if engine.evaluates:
+        return engine
     seed = settings.run.seed
     max_tokens = settings.rollout.max_completion_length
     max_num_seqs = settings.rollout.max_num_seqs
     if ranks.mesh is not None:
-        return fsdp.EvaluationSampler(policy, seed, max_tokens, max_num_seqs)
+        return fsdp.EvaluationSampler(policy, trained, seed, max_tokens, max_num_seqs)
     return LocalSampler(policy, seed, max_tokens, max_num_seqs)
 
 
-def build_weight_sync_check(
-    policy: Policy, source: PromptSource, sampler: RolloutEngine
-) -> WeightSyncCheck | VersionCheck:
-    """Returns the check after every weight sync.
+def build_weight_check(policy: Policy, source: PromptSource, engine: RolloutEngine) -> WeightCheck:
+    """Returns the engine's check after every weight sync.
 
-    Raises SettingsError if the in-process sampler computes something else than the trainer.
+    Raises SettingsError if the engine computes something else than the trainer.
     """
-    prompts = source.check_prompts(CHECK_PROMPTS)
-    if isinstance(sampler, FirstRankSampler):
-        return WeightSyncCheck(prompts, sampler.dtype)
-    if isinstance(sampler, VllmEngine):
-        return WeightSyncCheck(prompts, sampler.weights.dtype)
-    if not isinstance(sampler, LocalSampler):
-        return VersionCheck()
-    check = WeightSyncCheck(prompts, policy.dtype)
     with as_settings_error("model.path", WeightSyncError):
-        check.start(policy, sampler)
-    return check
+        return engine.weight_check(policy, source.check_prompts(CHECK_PROMPTS))

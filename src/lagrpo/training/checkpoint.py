@@ -71,7 +71,7 @@ def save_checkpoint(
     ranks = components.ranks
     policy_version = trainer.policy.version
 
-    if finish and components.samples_here:
+    if finish and components.sampler.computes_as_trainer:
         with ranks.sync_interrupts():
             components.prefetcher.finish()
     groups_by_batch, versions_by_batch = components.prefetcher.waiting(loop.prefetched_batches)
@@ -236,7 +236,7 @@ def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> Non
             components.trainer.load_reference()
         if version == alpha_version:
             components.sampler.sync_weights(policy.weights, version)
-            components.check_weight_sync(policy, components.sampler)
+            components.check_weight_sync(policy)
 
 
 def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -158,7 +158,7 @@ def check_model(settings: Settings) -> None:
             raise SettingsError(
                 "distributed.strategy = 'fsdp2' trains all weights; with model.lora_r use 'zero1'"
             )
-        if settings.rollout.engine == "vllm" and settings.vllm.weight_transfer != "directory":
+        if settings.rollout.uses_vllm and settings.vllm.weight_transfer != "directory":
             raise SettingsError(
                 "distributed.strategy = 'fsdp2' needs vllm.weight_transfer = 'directory'"
             )
@@ -252,7 +252,7 @@ def server_shares_gpu(settings: Settings) -> bool:
     from lagrpo.model.backend import pick_device
 
     vllm = settings.vllm
-    if settings.rollout.engine != "vllm" or vllm.urls or pick_device().type != "cuda":
+    if not settings.rollout.uses_vllm or vllm.urls or pick_device().type != "cuda":
         return False
     return not vllm.gpus or not set(map(str, vllm.gpus)).isdisjoint(gpus_of_ranks())
 

@@ -48,9 +48,9 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
-from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build import TrainerComponents, share
 from lagrpo.training.build_engines import (
-    build_weight_sync_check,
+    build_weight_check,
     sampling_params,
     start_servers,
     wait_for_shared_gpu,
@@ -108,9 +108,7 @@ def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None
     Collective.
     """
     ranks = ranks or Ranks()
-    requests = eval_set.requests
-    if isinstance(evaluator, LocalSampler):
-        requests = ranks.share(requests)
+    requests = share(evaluator, ranks, eval_set.requests)
     reward_pool = eval_set.reward_pool
     # One of several ranks has only a share of the completions, which says little about all.
     max_without_reward = None if ranks.size == 1 else 1.0
@@ -470,20 +468,20 @@ def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Gen
     vLLM servers have α. They get π, checked as after any weight sync, and then get α back if α is
     to sample more.
     """
-    evaluator = components.evaluator
+    engine = components.sampler
     policy = components.trainer.policy
-    if isinstance(evaluator, LocalSampler):
+    if not engine.evaluates:
         yield
         return
     components.prefetcher.finish()
     restore_afterwards = needs_alpha(components, state)
-    with evaluator.temporary_weights(
+    with engine.temporary_weights(
         policy.weights, policy.version, restore_afterwards=restore_afterwards
     ):
         # The check remembers the weights that it saw. A copy of it does so here, so that the next
         # weight sync is compared with the last one.
-        check_weight_sync = copy(components.check_weight_sync)
-        check_weight_sync(policy, evaluator)
+        check_weights = copy(components.check_weight_sync)
+        check_weights(policy)
         yield
 
 
@@ -503,7 +501,7 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
             f"rollout.engine = {rollout.engine!r} samples for training only: evaluate with 'local' "
             "or 'vllm'"
         )
-    if rollout.engine == "vllm" and is_adapter(settings.model.path):
+    if rollout.uses_vllm and is_adapter(settings.model.path):
         raise SettingsError(
             "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
         )
@@ -525,8 +523,8 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
             engine = build_engine(settings, policy, servers, params)
             evaluator = stack.enter_context(closing(engine))
             evaluator.sync_weights(policy.weights, policy.version)
-            check_weight_sync = build_weight_sync_check(policy, setup.prompts, evaluator)
-            check_weight_sync(policy, evaluator)
+            check_weights = build_weight_check(policy, setup.prompts, engine)
+            check_weights(policy)
         else:
             evaluator = LocalSampler(
                 policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs

@@ -328,9 +328,13 @@ def without_values(lm: Any) -> Any:
 
 
 class EvaluationSampler(LocalSampler):
-    """Samples by a whole copy of the sharded policy `source`. `sample` is collective."""
+    """Samples by `policy`, a whole copy of the sharded policy `source`. `sample` is collective."""
 
-    source: Policy
+    def __init__(
+        self, policy: Policy, source: Policy, seed: int, max_tokens: int, max_num_seqs: int
+    ) -> None:
+        super().__init__(policy, seed, max_tokens, max_num_seqs)
+        self.source = source
 
     def sample(
         self, requests: Sequence[Request], G: int, params: SamplingParams | None = None

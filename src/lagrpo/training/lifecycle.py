@@ -78,7 +78,7 @@ class Training:
             self.store = self.ranks.on_rank0(self.create_run)
         else:
             self.store = earlier.run
-        components.keep_logs(self.store.path)
+        components.sampler.keep_logs(self.store.path)
 
         all_callbacks: list[Callback] = []
         if self.ranks.is_first:

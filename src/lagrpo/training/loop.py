@@ -66,7 +66,7 @@ def train_loop(
         groups = replace_zero_variance(components, state, clock, groups)
 
         version = policy.version
-        components.free_gpu()
+        components.sampler.before_learning()
         clock.announce("learning")
         with clock.measure(Phase.LEARNING):
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights
@@ -111,7 +111,7 @@ def sync_weights(components: TrainerComponents, clock: Clock) -> Mapping[str, fl
         cost = components.sampler.sync_weights(policy.weights, policy.version)
         components.prefetcher.on_sync(policy.version)
         changed = components.trainer.on_sync()
-        differences = components.check_weight_sync(policy, components.sampler)
+        differences = components.check_weight_sync(policy)
     return {**cost, **changed, **differences}
 
 
@@ -242,7 +242,7 @@ def _micro_batch_tokens(components: TrainerComponents) -> int:
 
 def is_on_policy(components: TrainerComponents, batch: Batch) -> bool:
     """True if π_k itself sampled every token of the batch, in this process."""
-    if not components.samples_here:
+    if not components.sampler.computes_as_trainer:
         return False
     version = components.trainer.policy.version
     completions = [completion for group in batch.groups for completion in group.completions]

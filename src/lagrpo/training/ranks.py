@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lagrpo.interrupts import EndedAtOnce, Interrupted
-from lagrpo.rollout.base import Item, Request, SamplingParams
+from lagrpo.model.model import Policy
+from lagrpo.rollout.base import EngineDefaults, Item, Request, SamplingParams
+from lagrpo.rollout.sync_check import ServerCheck
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.training.torchrun import local_size, world_size
 from lagrpo.types import Group
@@ -446,12 +449,15 @@ def add_up(sums_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-class FirstRankSampler:
+class FirstRankSampler(EngineDefaults):
     """The vLLM engine of rank 0, as all ranks call it.
 
     Rank 0 alone has requests, and the engine; `engine` is None on the others. Collective, but for
-    `sample`, `pop_metrics` and `close`.
+    `sample`, `pop_metrics`, `keep_logs` and `close`.
     """
+
+    samples_on_every_rank = False
+    evaluates = True
 
     def __init__(self, ranks: Ranks, engine: VllmEngine | None) -> None:
         self.ranks = ranks
@@ -524,6 +530,13 @@ class FirstRankSampler:
     def close(self) -> None:
         if self.ranks.is_first:
             self.engine.close()
+
+    def weight_check(self, policy: Policy, requests: Sequence[Request]) -> ServerCheck:
+        return ServerCheck(self, requests, self.dtype)
+
+    def keep_logs(self, run: Path) -> None:
+        if self.ranks.is_first:
+            self.engine.keep_logs(run)
 
     def _whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the weights on rank 0, gathered if layers are sharded."""

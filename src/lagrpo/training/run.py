@@ -25,8 +25,8 @@ from lagrpo.interrupts import interruptible
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.backend import pick_device
 from lagrpo.rewards.pool import RewardError
+from lagrpo.rollout.base import WeightSyncError
 from lagrpo.rollout.prefetch import VersionError
-from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.directory import locked
 from lagrpo.settings.load import explains_arguments, load_settings

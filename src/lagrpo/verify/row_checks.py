@@ -134,7 +134,7 @@ def _check_version_of_alpha(run: RecordedRun, row: Row, versions: Sequence[int])
     rollout = settings.rollout
     # An engine of the user's own may sync weights in flight, too.
     may_be_later = rollout.has_own_engine or (
-        rollout.engine == "vllm" and settings.vllm.on_weight_sync == "continue"
+        rollout.uses_vllm and settings.vllm.on_weight_sync == "continue"
     )
     recorded = alpha
     for version in versions:

@@ -21,11 +21,12 @@ from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
-from lagrpo.rollout.base import Item, Request, SamplingParams
+from lagrpo.rollout.base import EngineDefaults, Item, Request, SamplingParams
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.stop import completes_stop, count_until_stop
+from lagrpo.rollout.sync_check import ServerCheck
 from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
-from lagrpo.rollout.vllm.server import wait_until_ready
+from lagrpo.rollout.vllm.server import StartedServer, wait_until_ready
 from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
 from lagrpo.types import Completion, Group, Outcome
@@ -70,6 +71,7 @@ def build_engine(
         seed=settings.run.seed,
         max_num_seqs=settings.rollout.max_num_seqs,
         syncs_in_flight=settings.vllm.on_weight_sync == "continue",
+        sleeps=settings.vllm.sleep,
     )
 
 
@@ -96,12 +98,15 @@ class _Turn:
     seed_key: tuple[int, ...] = ()
 
 
-class VllmEngine:
+class VllmEngine(EngineDefaults):
     """A rollout engine that samples from vLLM servers.
 
     With `syncs_in_flight`, weights are synced while completions are in flight. These continue with
-    the new weights; with adapters each continues with its own.
+    the new weights; with adapters each continues with its own. With `sleeps`, the servers sleep
+    while the trainer learns.
     """
+
+    evaluates = True
 
     def __init__(
         self,
@@ -113,6 +118,7 @@ class VllmEngine:
         max_num_seqs: int = 256,
         *,
         syncs_in_flight: bool = False,
+        sleeps: bool = False,
     ) -> None:
         self.servers = list(servers)
         self.weights = weights
@@ -120,6 +126,7 @@ class VllmEngine:
         self.params = params
         self.seed = seed
         self.syncs_in_flight = syncs_in_flight
+        self.sleeps = sleeps
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
         # What training samples with. An evaluation may load other weights.
         self._synced: WeightUpdate | None = None
@@ -205,6 +212,19 @@ class VllmEngine:
     def close(self) -> None:
         self._groups.close()
         self.weights.close(self.servers)
+
+    def weight_check(self, policy: Policy, requests: Sequence[Request]) -> ServerCheck:
+        return ServerCheck(self, requests, self.weights.dtype)
+
+    def keep_logs(self, run: Path) -> None:
+        for server in self.servers:
+            if isinstance(server, StartedServer) and server.log.is_file():
+                number = 1 + len(list(run.glob("vllm-*.log")))  # a resumed run has older ones
+                server.log = server.log.rename(run / f"vllm-{number}.log")
+
+    def before_learning(self) -> None:
+        if self.sleeps:
+            self.sleep()
 
     def sleep(self) -> None:
         """Frees the servers' GPU memory until the next weight sync or evaluation.
