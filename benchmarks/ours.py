@@ -55,7 +55,7 @@ def measurements(step: Step, policy: Policy) -> JsonObject:
     rewards = [completion.reward for completion in completions if completion.reward is not None]
     zero_variance_groups = sum(has_zero_variance(group) for group in groups)
     return {
-        "phases": dict(step.clock.seconds),
+        "phases": dict(step.times.seconds),
         "prompts": sorted(group.prompt.key for group in groups),
         "prompt_tokens": sum(len(group.prompt.token_ids) for group in groups),
         "completions": len(completions),

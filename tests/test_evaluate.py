@@ -248,13 +248,12 @@ def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions(
     eval_set = EvalSet(requests, reward_pool, SamplingParams("evaluate", 1.0, 8), samples=4)
     components: Any = SimpleNamespace(
         settings=Settings.model_validate({"eval": {"at_start": False}}),
-        evaluator=engine,
         ranks=Ranks(),
         trainer=SimpleNamespace(policy=SimpleNamespace(version=0)),
     )
     evaluations = Evaluations(components)
     names = ("before", "batch-000001", "after")
-    results = [evaluations.make(name, eval_set, batch) for batch, name in enumerate(names)]
+    results = [evaluations.make(name, eval_set, engine, batch) for batch, name in enumerate(names)]
     assert [len(evaluation.records) for evaluation in results] == [1, 1, 1]
     assert [len(evaluations.finished[name].records) for name in names] == [1, 0, 0]
     assert evaluations.finished["after"].summary["pass@1_change"] == 0.0

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import ClassVar
 
 import pytest
 import sample_rewards
 import torch
 from running import Section, tiny_settings
 from scoring import make_completion, make_group
+from tiny import tiny_policy
 
+from lagrpo.data.prompts import PromptSource
 from lagrpo.rewards.pool import RewardError, RewardPool
-from lagrpo.rollout.base import Request, SamplingParams, WeightSyncError
+from lagrpo.rollout.base import EngineDefaults, Request, SamplingParams, WeightSyncError
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher, VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
+from lagrpo.tasks import RowTask
 from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build_tasks import TaskSetup
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import replace_zero_variance, score_batch, train_loop
+from lagrpo.training.loop import train_loop
 from lagrpo.training.ranks import Ranks
-from lagrpo.training.step import Clock, Step
+from lagrpo.training.sampling import Sampling
+from lagrpo.training.step import Clock, Phase, Step, ignore_activity
 from lagrpo.training.trainer import Trainer
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Completion, Group, Prompt
 
 
 @pytest.fixture
@@ -45,6 +49,20 @@ def build_components(model: Path, tmp_path: Path) -> Iterator[Callable[..., Trai
     yield build
     for components in built:
         components.close()
+
+
+def steps_of(
+    components: TrainerComponents, announce: Callable[[str], None] = ignore_activity
+) -> Iterator[Step]:
+    """The batches of a run from its beginning."""
+    return train_loop(
+        components.sampling,
+        components.trainer,
+        components.settings.schedule,
+        LoopState(),
+        micro_batch_tokens=4096,
+        announce=announce,
+    )
 
 
 Event = tuple[str | int, ...]
@@ -102,7 +120,7 @@ def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatc
         lambda self, *_, **__: ("end", self.policy.version),
     )
     phases: list[str] = []
-    steps = list(train_loop(components, LoopState(), phases.append))
+    steps = list(steps_of(components, phases.append))
     assert events == [
         *[("sync_weights", 0), ("generate", 1), ("step", 0), ("step", 1)],
         *[("sync_weights", 2), ("generate", 2, 3, 4), ("step", 2), ("step", 3)],
@@ -144,7 +162,7 @@ def test_sampler_with_stale_weights_stops_the_run(build_components, monkeypatch)
     monkeypatch.setattr(LocalSampler, "sync_weights", sync_only_at_start)
     steps: list[Step] = []
     with pytest.raises(WeightSyncError, match=r"version 1: the local sampler has stale weights"):
-        steps.extend(train_loop(components, LoopState()))
+        steps.extend(steps_of(components))
     assert [step.b for step in steps] == [1]
 
 
@@ -164,7 +182,7 @@ def test_token_of_another_version_stops_the_run(build_components, monkeypatch):
         VersionError,
         match=r"batch 2, prompt \d: the sampler has other weights: version 0 .* not version 1",
     ):
-        steps.extend(train_loop(components, LoopState()))
+        steps.extend(steps_of(components))
     assert [step.b for step in steps] == [1]
 
 
@@ -203,6 +221,31 @@ def test_missing_groups_of_a_resumed_run_are_sampled_by_an_announced_version():
 REPLACEMENT = Request(batch=1, epoch=-1, prompt=Prompt(9, (), None))
 
 
+class Scripted(EngineDefaults):
+    """An engine of version 4 that answers a request with the next of these groups' completions."""
+
+    syncs_in_flight = True
+    version = 4
+
+    def __init__(self, *answers: tuple[Completion, ...]) -> None:
+        self.answers = list(answers)
+
+    def sync_weights(self, weights: object, version: int) -> dict[str, float]:
+        return {}
+
+    def current_weights(self) -> tuple[int, dict[str, torch.Tensor]]:
+        return self.version, {}
+
+    def sample(self, requests, G, params):
+        for request in requests:
+            yield request, Group(request.prompt, self.answers.pop(0), request.epoch)
+
+    def pop_metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
+
 def prefetcher_of(versions: torch.Tensor, is_sampled: torch.Tensor | None = None) -> Prefetcher:
     """A prefetcher whose engine returns a completion of version 4, and one of these versions."""
     right = make_completion("7", tokens=3)
@@ -210,79 +253,122 @@ def prefetcher_of(versions: torch.Tensor, is_sampled: torch.Tensor | None = None
         replace(right, versions=torch.full((3,), 4)),
         replace(right, versions=versions, sampled=is_sampled),
     )
-    engine: Any = SimpleNamespace(
-        syncs_in_flight=True,
-        version=4,
-        sample=lambda requests, G, params: iter(
-            [(request, Group(request.prompt, completions)) for request in requests]
-        ),
-    )
     prompt = Prompt(0, (), None)
     params = SamplingParams("sample", 1.0, 3)
+    engine = Scripted(*[completions] * 3)
     return Prefetcher(engine, lambda b: [Request(b, 0, prompt)], 2, params)
 
 
-def components_with_replacement(reward_pool: RewardPool, *texts: str) -> Any:
-    """What `replace_zero_variance` reads. One group of these texts comes in the only round."""
-    prompt = Prompt(9, (), None)
-    requests = [Request(batch=1, epoch=-1, prompt=prompt)]
-    sampled = [replace(make_group(*texts, key=9), epoch=-1)]
-    return SimpleNamespace(
-        settings=Settings.model_validate({"rollout": {"dynamic_sampling_rounds": 1}}),
-        main=SimpleNamespace(
-            prompts=SimpleNamespace(extra=lambda b, taken, count: requests),
-            reward_pool=reward_pool,
-        ),
-        prefetcher=SimpleNamespace(seconds=0.0, more=lambda requests, alpha: iter(sampled)),
-        share=list,
-        ranks=Ranks(),
+class WithOtherRank(Ranks):
+    """The first of two ranks. What the other one has scored is in `others`."""
+
+    others: ClassVar[list[Group]] = []
+
+    def gather(self, value):
+        return [value, self.others if isinstance(value, list) else None]
+
+
+@pytest.fixture(scope="module")
+def reward_pool() -> Iterator[RewardPool]:
+    with RewardPool(sample_rewards.act, workers=1) as pool:
+        yield pool
+
+
+def sampling_of(reward_pool: RewardPool, *texts: Texts, ranks: Ranks | None = None) -> Sampling:
+    """α's side with an engine that answers with groups of these texts, which has got batch 1.
+
+    A batch has two prompts. Groups without variance are replaced in one round.
+    """
+    policy = tiny_policy()
+    task = RowTask(
+        "7", {"train": [*"abcd"], "test": []}, lambda row: (row, "7"), sample_rewards.act
     )
+    sections = {
+        "rollout": {"dynamic_sampling_rounds": 1, "num_generations": 4},
+        "schedule": {"prompts_per_batch": 2, "batches": 1},
+    }
+    engine = Scripted(*[tuple(map(make_completion, group)) for group in texts])
+    sampling = Sampling(
+        Settings.model_validate(sections),
+        engine,
+        engine,
+        engine.weight_check(policy, []),
+        TaskSetup(task, PromptSource(task, policy, 0, 2, 64), reward_pool, None),
+        None,
+        SamplingParams("sample", 1.0, 3),
+        ranks or Ranks(),
+    )
+    sampling.submit(LoopState(alpha=4), range(1, 2))
+    return sampling
 
 
+def texts_of(groups: Sequence[Group]) -> list[Texts]:
+    return [tuple(completion.text for completion in group.completions) for group in groups]
+
+
+Texts = tuple[str, ...]
 UNSCORED = ("raise bad",) * 4
+EQUAL = ("7",) * 4
+USEFUL = ("7", "8", "8", "8")
 
 
-def test_replacement_round_without_rewards_does_not_stop_the_run():
-    """The first group has equal rewards. Its replacement has none, so the first group stays."""
-    batch = [make_group("7", "7", "7", "7", key=0), make_group("7", "8", "8", "8", key=1)]
-    with RewardPool(sample_rewards.act, workers=1) as reward_pool:
-        groups = list(reward_pool.score(batch))
-        components = components_with_replacement(reward_pool, *UNSCORED)
-        assert replace_zero_variance(components, LoopState(), Clock(), groups) == groups
+@pytest.mark.parametrize(
+    ("replacement", "batch"),
+    [
+        pytest.param(("8", "7", "7", "7"), [("8", "7", "7", "7"), USEFUL], id="useful"),
+        pytest.param(("8",) * 4, [EQUAL, USEFUL], id="equal, too"),
+        pytest.param(UNSCORED, [EQUAL, USEFUL], id="without rewards"),
+    ],
+)
+def test_group_with_equal_rewards_is_replaced_by_one_with_a_signal(reward_pool, replacement, batch):
+    sampling = sampling_of(reward_pool, EQUAL, USEFUL, replacement)
+    assert texts_of(sampling.take(LoopState(alpha=4))) == batch
 
 
-def test_batch_stops_the_run_if_replacements_leave_too_few_rewards():
+def test_batch_stops_the_run_if_replacements_leave_too_few_rewards(reward_pool):
     """4 of 8 completions have a reward, then 2: the replacement of the first group has 2."""
-    batch = [make_group("7", "7", "7", "7", key=0), make_group(*UNSCORED, key=1)]
-    with RewardPool(sample_rewards.act, workers=1) as reward_pool:
-        groups = list(reward_pool.score(batch))
-        components = components_with_replacement(reward_pool, "7", "8", "raise bad", "raise bad")
-        with pytest.raises(RewardError, match="6 of 8 completions have no reward"):
-            replace_zero_variance(components, LoopState(), Clock(), groups)
+    half = ("7", "8", "raise bad", "raise bad")
+    sampling = sampling_of(reward_pool, EQUAL, UNSCORED, half, UNSCORED)
+    with pytest.raises(RewardError, match="6 of 8 completions have no reward"):
+        sampling.take(LoopState(alpha=4))
 
 
-def test_share_without_a_reward_is_the_one_of_the_whole_batch():
+def test_share_without_a_reward_is_the_one_of_the_whole_batch(reward_pool, monkeypatch):
     """This rank's group has no rewards. One of another rank has some, then it has none either."""
-    groups_of_other_rank: list[Group] = []
-    with RewardPool(sample_rewards.act, workers=1) as reward_pool:
-        components: Any = SimpleNamespace(
-            main=SimpleNamespace(
-                prompts=SimpleNamespace(batch=lambda b: []), reward_pool=reward_pool
-            ),
-            read_offline=lambda b: [],
-            prefetcher=SimpleNamespace(
-                seconds=0.0, get=lambda b: iter([make_group(*UNSCORED, key=1)])
-            ),
-            ranks=SimpleNamespace(
-                size=2,
-                sync_interrupts=nullcontext,
-                join=lambda groups: [*groups, *groups_of_other_rank],
-            ),
-        )
-        groups_of_other_rank[:] = reward_pool.score([make_group("7", "7", "8", "8", key=0)])
-        batch = score_batch(components, Clock(), 1)
-        assert [len(group.rewards) for group in batch] == [0, 4]
-        bad_group = make_group(*UNSCORED, key=0)
-        groups_of_other_rank[:] = reward_pool.score([bad_group], max_without_reward=1.0)
-        with pytest.raises(RewardError, match="8 of 8 completions have no reward"):
-            score_batch(components, Clock(), 1)
+    for texts, error in [
+        (("7", "7", "8", "8"), nullcontext()),
+        (UNSCORED, pytest.raises(RewardError, match="8 of 8 completions have no reward")),
+    ]:
+        others = [make_group(*texts, key=99)]
+        scored = list(reward_pool.score(others, max_without_reward=1.0))
+        monkeypatch.setattr(WithOtherRank, "others", scored)
+        ranks = WithOtherRank(size=2)
+        sampling = sampling_of(reward_pool, UNSCORED, ranks=ranks)
+        sampling.dynamic_sampling_rounds = 0
+        with error:
+            groups = sampling.take(LoopState(alpha=4))
+            assert sorted(len(group.rewards) for group in groups) == [0, 4]
+
+
+def test_time_of_a_phase_does_not_count_the_phase_within_it(monkeypatch):
+    """Scoring takes 9 seconds, of which it waits 4 for the sampler; 1 second passes before."""
+    times = iter([0.0, 1.0, 3.0, 7.0, 10.0, 12.0])
+    monkeypatch.setattr("lagrpo.training.step.perf_counter", lambda: next(times))
+    clock = Clock()
+    with clock.measure(Phase.SCORING), clock.measure(Phase.SAMPLING):
+        pass
+    batch = clock.stop(generated=30)
+    assert batch.seconds == {Phase.SAMPLING: 4.0, Phase.SCORING: 5.0}
+    assert batch.total == 12.0
+
+
+def test_time_between_two_batches_counts_for_the_next_if_a_phase_took_it(monkeypatch):
+    """A checkpoint waits 5 seconds for the sampler, and takes 20 more. The batch takes 10."""
+    times = iter([0.0, 10.0, 11.0, 16.0, 36.0, 46.0])
+    monkeypatch.setattr("lagrpo.training.step.perf_counter", lambda: next(times))
+    clock = Clock()
+    clock.stop(generated=0)
+    with clock.measure(Phase.SAMPLING):
+        pass
+    clock.start()
+    assert clock.stop(generated=0).total == 15.0

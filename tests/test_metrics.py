@@ -16,7 +16,7 @@ from lagrpo.runs.metrics import METRICS
 from lagrpo.training.batch import Batch
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.training.run import train
-from lagrpo.training.step import Clock, Phase, Step
+from lagrpo.training.step import Phase, Step, Times
 from lagrpo.types import Completion, Group, JsonObject, Outcome, Prompt, SyncReason
 
 
@@ -49,9 +49,8 @@ def metrics_of(
     reason: SyncReason = SyncReason.NOT_DUE,
     **clock: float,
 ) -> JsonObject:
-    timer = Clock()
-    timer.seconds.update({Phase(name): seconds for name, seconds in clock.items()})
-    timer.generated = 30  # tokens that came meanwhile, of this batch and later ones
+    seconds = {Phase(name): value for name, value in clock.items()}
+    timer = Times(seconds, total=9.0, generated=30)
     state = LoopState(batch=7, sync={"logp_difference_max": 0.25, "changed_fraction": 0.5})
     step = Step(2, 7, 6, reason, {}, batch, (), updates, logp_k or {}, {}, timer, state)
     return batch_metrics(step)

@@ -29,7 +29,6 @@ from lagrpo.runs.directory import Run, RunLockedError, locked
 from lagrpo.settings.load import load_settings
 from lagrpo.terminal.display import Display
 from lagrpo.training import checkpoint_files
-from lagrpo.training import run as one_run
 from lagrpo.training.checkpoint_files import (
     SCHEMA_WITHOUT_DIGESTS,
     CheckpointError,
@@ -38,6 +37,7 @@ from lagrpo.training.checkpoint_files import (
 )
 from lagrpo.training.resuming import ResumeState
 from lagrpo.training.run import Result
+from lagrpo.training.sampling import Sampling
 from lagrpo.types import JsonObject
 
 SMALL: dict[str, JsonObject] = {
@@ -215,9 +215,7 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
     class Break(Callback):
         def on_batch(self, metrics, rollouts) -> None:
             if metrics["step"] == 4:
-                monkeypatch.setattr(
-                    one_run.TrainerComponents, "read_offline", lambda *arguments: 1 / 0
-                )
+                monkeypatch.setattr(Sampling, "take", lambda *arguments: 1 / 0)
 
     with pytest.raises(ZeroDivisionError) as error:
         begin("run", Break(), checkpoint={"save_every": 0})

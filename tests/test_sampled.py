@@ -24,7 +24,7 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.batch import Batch, assemble, left_out, micro_batches
 from lagrpo.training.metrics import batch_metrics, by_completion, sequence_sums
-from lagrpo.training.step import Clock, Step
+from lagrpo.training.step import Step, Times
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Completion, Group, Outcome, Prompt, SyncReason
 from lagrpo.verify import verify_run
@@ -158,7 +158,7 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
         updates,
         logp_k,
         {},
-        Clock(),
+        Times({}, total=1.0),
         LoopState(1, alpha=3),
     )
     metrics, flat = batch_metrics(step), torch.cat(log_rho)

@@ -7,9 +7,9 @@ Completions that come early wait here.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
@@ -46,9 +46,7 @@ class Prefetcher:
 
     `requests(b)` returns the requests of batch b; each gets G completions, sampled with `params`.
     A batch is kept until the next batch is taken: a checkpoint made meanwhile may need its groups
-    once more.
-
-    `seconds` is the time spent waiting for the engine since the last `pop_metrics`.
+    once more. It waits for the engine in the context that `wait` returns.
     """
 
     def __init__(
@@ -57,9 +55,10 @@ class Prefetcher:
         requests: Callable[[int], Sequence[Request]],
         G: int,
         params: SamplingParams,
+        wait: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.seconds = 0.0
-        self._num_tokens = 0  # sampled tokens that came since the last `pop_metrics`
+        self._wait = wait
+        self._num_tokens = 0  # sampled tokens that came since the last `pop_tokens`
         self._sampler = sampler
         self._requests = requests
         self._G = G
@@ -175,17 +174,11 @@ class Prefetcher:
         if missing:
             self._streams.append(self._sample(missing))
 
-    def pop_metrics(self) -> tuple[float, int]:
-        """Returns the waiting time and the number of sampled tokens since the last call.
-
-        The time is in seconds, spent waiting for the engine; the tokens are counted over all groups
-        that arrived.
-        """
-        seconds = self.seconds
+    def pop_tokens(self) -> int:
+        """Returns the number of sampled tokens that came since the last call."""
         num_tokens = self._num_tokens
-        self.seconds = 0.0
         self._num_tokens = 0
-        return seconds, num_tokens
+        return num_tokens
 
     def _sample(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Group]]:
         return self._sampler.sample(requests, self._G, self._params)
@@ -203,10 +196,9 @@ class Prefetcher:
         return False
 
     def _next(self, stream: Iterator[tuple[Request, Group]]) -> tuple[Request, Group] | None:
-        """Waits for the next group of a stream, and counts the time. Returns None at its end."""
-        started = time.perf_counter()
-        request_and_group = next(stream, None)
-        self.seconds += time.perf_counter() - started
+        """Waits for the next group of a stream. Returns None at its end."""
+        with self._wait():
+            request_and_group = next(stream, None)
         if request_and_group is not None:
             _, group = request_and_group
             if len(group.completions) != self._G:

@@ -5,7 +5,7 @@ The data comes first, then the model: errors that are cheap to find come first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,6 @@ from typing import Any
 
 from lagrpo.core.objective import Recipe
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
-from lagrpo.data.offline import OfflineData
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text
 from lagrpo.model.embedded import resolve_model
@@ -22,10 +21,7 @@ from lagrpo.model.files import save_model
 from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
-from lagrpo.rollout.base import Evaluator, Request, RolloutEngine, WeightCheck
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
-from lagrpo.rollout.prefetch import Prefetcher
-from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
@@ -48,11 +44,11 @@ from lagrpo.training.build_tasks import (
     set_up_tasks,
     warn_of_trained_prompts,
 )
-from lagrpo.training.checks import offline_prompts
 from lagrpo.training.model_files import ModelFiles, read_model_files
 from lagrpo.training.ranks import Ranks, add_up
+from lagrpo.training.sampling import Sampling
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group, JsonView
+from lagrpo.types import JsonView
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +63,8 @@ class TrainerComponents:
     model_files: ModelFiles  # the entries of the model's other files
     data: Digests
     """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
-    trainer: Trainer  # with the policy, the recipe and the reference
-    sampler: RolloutEngine
-    evaluator: Evaluator
-    prefetcher: Prefetcher
-    offline: OfflineData | None  # completions of files
-    schedule: Schedule
-    check_weight_sync: WeightCheck
+    trainer: Trainer  # π's side: the policy, the recipe and the reference
+    sampling: Sampling  # α's side
     ranks: Ranks
     skeleton: Any  # the model of transformers without its numbers, if layers are sharded
     processes: ExitStack  # ends workers, and servers that were started
@@ -95,7 +86,6 @@ class TrainerComponents:
         or has changed.
         """
         ranks = ranks or Ranks()
-        sampling = settings.rollout
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
             if ranks.is_first:
@@ -120,17 +110,16 @@ class TrainerComponents:
                 # The trainer has sharded the policy. Only vLLM samples without whole weights here.
                 backend = policy.model.backend
                 policy = trainer.policy
-                if not sampling.uses_vllm:
+                if not settings.rollout.uses_vllm:
                     policy = fsdp.copy_whole(policy, skeleton, backend)
             params = sampling_params(settings, main.episodes)
-            sampler = build_sampler(settings, policy, servers, params, ranks)
-            undo.callback(sampler.close)
-            evaluator = build_evaluator(settings, policy, trainer.policy, sampler, ranks)
-
-            def requests_of_batch(b: int) -> list[Request]:
-                return share(sampler, ranks, main.prompts.batch(b))
-
-            schedule = settings.schedule
+            engine = build_sampler(settings, policy, servers, params, ranks)
+            undo.callback(engine.close)
+            evaluator = build_evaluator(settings, policy, trainer.policy, engine, ranks)
+            weight_check = build_weight_check(trainer.policy, main.prompts, engine)
+            sampling = Sampling(
+                settings, engine, evaluator, weight_check, main, offline, params, ranks
+            )
             return TrainerComponents(
                 settings=settings,
                 tasks=tasks,
@@ -139,14 +128,9 @@ class TrainerComponents:
                 model_files=read_model_files(resolve_model(settings.model.path)),
                 data=data,
                 trainer=trainer,
-                sampler=sampler,
-                evaluator=evaluator,
-                offline=offline,
+                sampling=sampling,
                 ranks=ranks,
                 skeleton=skeleton,
-                prefetcher=Prefetcher(sampler, requests_of_batch, sampling.num_generations, params),
-                schedule=Schedule(schedule.kind, schedule.v, schedule.sync_at_kl),
-                check_weight_sync=build_weight_check(trainer.policy, main.prompts, sampler),
                 processes=undo.pop_all(),
             )
 
@@ -154,27 +138,6 @@ class TrainerComponents:
     def main(self) -> TaskSetup:
         """The task that the run trains on; evaluation sets may have others."""
         return self.tasks[MAIN_TASK]
-
-    def share(self, requests: Sequence[Request]) -> list[Request]:
-        """Returns the requests that this rank samples and scores."""
-        return share(self.sampler, self.ranks, requests)
-
-    def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
-        """Returns the decision of the schedule for the batch after `state`.
-
-        The run has `further` batches more than schedule.batches.
-        """
-        settings = self.settings.schedule
-        # With dynamic sampling `every(v)` submits batches one by one.
-        prefetch = not self.settings.rollout.dynamic_sampling_rounds
-        total = settings.batches + further
-        return self.schedule.next(state, total, settings.stage_length, prefetch=prefetch)
-
-    def read_offline(self, b: int) -> Sequence[Group]:
-        """Returns the groups of batch b that come from a file, on rank 0."""
-        if self.offline is None or not self.ranks.is_first:
-            return ()
-        return self.offline.batch(b, offline_prompts(self.settings))
 
     def gather_policy(self) -> Callable[[Path], None]:
         """Returns a function that writes π as it is now into a directory: a model, or its adapter.
@@ -196,13 +159,6 @@ class TrainerComponents:
     def close(self) -> None:
         """Ends the workers, and the servers that were started."""
         self.processes.close()
-
-
-def share(engine: Evaluator, ranks: Ranks, requests: Sequence[Request]) -> list[Request]:
-    """Returns the requests that this rank's engine samples."""
-    if engine.samples_on_every_rank:
-        return ranks.share(requests)
-    return list(requests) if ranks.is_first else []
 
 
 def load_policy_and_servers(

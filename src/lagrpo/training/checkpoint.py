@@ -46,7 +46,7 @@ from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind
 
 SYNCED = "synced/"
-"""Prefix of the names of `trainer.synced` in trainer.safetensors; the rest is the index."""
+"""Prefix of the names of `sampling.synced` in trainer.safetensors; the rest is the index."""
 
 
 # Writing
@@ -62,19 +62,18 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint of the run after a batch.
 
-    `loop` and `synced` are the loop's state and `trainer.synced` after that batch. With `finish`
-    the local engine completes its requests first. It would do so before the next weight sync
-    anyway, with the same rows side by side, so a resumed run samples the same tokens even if the
-    arithmetic depends on which rows are together. Collective. Raises CheckpointError.
+    `loop` and `synced` are the loop's state and `sampling.synced` after that batch. With `finish`
+    the engine completes its requests first, as `Sampling.finish` says. Collective. Raises
+    CheckpointError.
     """
+    sampling = components.sampling
     trainer = components.trainer
     ranks = components.ranks
     policy_version = trainer.policy.version
 
-    if finish and components.sampler.computes_as_trainer:
-        with ranks.sync_interrupts():
-            components.prefetcher.finish()
-    groups_by_batch, versions_by_batch = components.prefetcher.waiting(loop.prefetched_batches)
+    if finish:
+        sampling.finish()
+    groups_by_batch, versions_by_batch = sampling.prefetcher.waiting(loop.prefetched_batches)
     rows = ranks.join(_rows_of_groups(groups_by_batch, policy_version))
 
     weights_by_version: dict[int, Mapping[str, Tensor]] = {}
@@ -83,8 +82,8 @@ def save_checkpoint(
         reference_version = trainer.reference.version
         weights_by_version[reference_version] = trainer.reference.weights
     alpha_version = None
-    if needs_alpha(components, loop):
-        alpha_version, alpha_weights = components.sampler.current_weights()
+    if sampling.needs_weights(loop):
+        alpha_version, alpha_weights = sampling.engine.current_weights()
         weights_by_version[alpha_version] = alpha_weights
     # Version 0 is built from the model of the settings, the policy's version from the masters.
     whole_weights = {
@@ -133,19 +132,6 @@ def _rows_of_groups(
         no_columns: list[list[JsonObject]] = [[{} for _ in group.completions] for group in groups]
         rows += rollout_rows(groups, no_columns, step=batch, policy_version=policy_version)
     return rows
-
-
-def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
-    """True if the engine will sample from its present weights once more. Collective."""
-    # As if the run went on after its last batch: it may be resumed with more batches.
-    one_stage_more = components.settings.schedule.stage_length
-    decision = components.next_sync(loop, further=one_stage_more)
-    is_missing_here = components.prefetcher.has_missing(loop.prefetched_batches)
-    is_missing = any(components.ranks.gather(is_missing_here))
-    if loop.alpha < 0:  # no weights have been synced yet
-        return False
-    samples_before_next_sync = not decision.reason and len(decision.to_generate) > 0
-    return is_missing or samples_before_next_sync
 
 
 def _write(
@@ -210,7 +196,7 @@ def restore_checkpoint(
     rollouts = checkpoint.path / ROLLOUTS
     with reading(rollouts, VersionError):
         groups_by_batch = _load_groups(components, rollouts)
-        components.prefetcher.restore(groups_by_batch, versions_by_batch)
+        components.sampling.prefetcher.restore(groups_by_batch, versions_by_batch)
     loop: JsonObject = dict(state["loop"])
     loop["prefetched"] = tuple(loop["prefetched"])  # JSON has lists
     return LoopState(**loop)
@@ -227,7 +213,7 @@ def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> Non
     # π comes last: it stays in the trainer.
     for version in [*sorted(other_versions), policy_version]:
         if version == policy_version:
-            _load_trainer(components.trainer, checkpoint)
+            components.sampling.synced = _load_trainer(components.trainer, checkpoint)
         elif version > 0:  # the new policy has version 0 already
             file = checkpoint.path / weights_file(version)
             with reading(file):
@@ -235,18 +221,17 @@ def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> Non
         if version == reference_version:
             components.trainer.load_reference()
         if version == alpha_version:
-            components.sampler.sync_weights(policy.weights, version)
-            components.check_weight_sync(policy)
+            components.sampling.restore_weights(policy)
 
 
-def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Loads master weights, optimizer state and the sample of the last weight sync."""
+def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> list[Tensor]:
+    """Loads master weights and optimizer state. Returns the sample of the last weight sync."""
     with reading(checkpoint.path / "trainer.safetensors"):
         # The files are mapped, not read: each rank takes its part.
         state = MergedState([safetensors.load_file(file) for file in checkpoint.trainer_files()])
         trainer.load_state(state, checkpoint.state["versions"]["policy"])
     indices = [int(name.removeprefix(SYNCED)) for name in state if name.startswith(SYNCED)]
-    trainer.synced = [state[f"{SYNCED}{index}"] for index in sorted(indices)]
+    return [state[f"{SYNCED}{index}"] for index in sorted(indices)]
 
 
 def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Group]]:
@@ -263,7 +248,7 @@ def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Gr
             raise ValueError(f"batch {batch}, prompt {prompt} has {len(sampled)} completions")
     groups: dict[int, list[Group]] = {}
     for batch in sorted({batch for batch, _, _ in completions}):
-        requests = components.share(components.main.prompts.batch(batch))
+        requests = components.sampling.requests(batch)
         groups[batch] = [
             Group(request.prompt, tuple(completions[request.address]), request.epoch)
             for request in requests

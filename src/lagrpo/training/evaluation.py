@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from copy import copy
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,7 +36,6 @@ from lagrpo.rewards.reward import NOT_SCORED, Rewards
 from lagrpo.rollout.base import Evaluator, Request, SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.runs.directory import BEST, Run, check_writable, plain_name
 from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
@@ -48,7 +46,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
-from lagrpo.training.build import TrainerComponents, share
+from lagrpo.training.build import TrainerComponents
 from lagrpo.training.build_engines import (
     build_weight_check,
     sampling_params,
@@ -57,9 +55,9 @@ from lagrpo.training.build_engines import (
 )
 from lagrpo.training.build_policy import build_policy
 from lagrpo.training.build_tasks import TaskSetup, load_tasks, set_up_tasks
-from lagrpo.training.checkpoint import needs_alpha
 from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
+from lagrpo.training.sampling import share
 from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
 
 logger = logging.getLogger("lagrpo")
@@ -333,12 +331,12 @@ class Evaluations:
                 due[name] = eval_set
         return due
 
-    def make(self, name: str, eval_set: EvalSet, batch: int) -> Evaluation:
+    def make(self, name: str, eval_set: EvalSet, evaluator: Evaluator, batch: int) -> Evaluation:
         """Evaluates the policy, and compares it with the initial one.
 
-        It is the policy that the evaluator samples from. Collective.
+        The evaluator samples from it. Collective.
         """
-        evaluation = evaluate(eval_set, self.components.evaluator, self.components.ranks)
+        evaluation = evaluate(eval_set, evaluator, self.components.ranks)
         summary: JsonObject = {
             "step": batch,
             "policy_version": self.components.trainer.policy.version,
@@ -459,30 +457,6 @@ def build_eval_set(
         name=name,
         every=defaults.every if set_settings.every is None else set_settings.every,
     )
-
-
-@contextmanager
-def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Generator[None]:
-    """Lets the evaluator sample from π while the body runs. Collective.
-
-    vLLM servers have α. They get π, checked as after any weight sync, and then get α back if α is
-    to sample more.
-    """
-    engine = components.sampler
-    policy = components.trainer.policy
-    if not engine.evaluates:
-        yield
-        return
-    components.prefetcher.finish()
-    restore_afterwards = needs_alpha(components, state)
-    with engine.temporary_weights(
-        policy.weights, policy.version, restore_afterwards=restore_afterwards
-    ):
-        # The check remembers the weights that it saw. A copy of it does so here, so that the next
-        # weight sync is compared with the last one.
-        check_weights = copy(components.check_weight_sync)
-        check_weights(policy)
-        yield
 
 
 # `lagrpo eval`

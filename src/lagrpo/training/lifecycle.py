@@ -31,7 +31,7 @@ from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback, Status, Trackers
 from lagrpo.training.checkpoint import save_checkpoint
 from lagrpo.training.checkpoint_files import prune_checkpoints
-from lagrpo.training.evaluation import Evaluations, sampling_from_policy
+from lagrpo.training.evaluation import Evaluations
 from lagrpo.training.explain import meaning
 from lagrpo.training.loop import train_loop
 from lagrpo.training.recording import Recorder
@@ -78,7 +78,7 @@ class Training:
             self.store = self.ranks.on_rank0(self.create_run)
         else:
             self.store = earlier.run
-        components.sampler.keep_logs(self.store.path)
+        components.sampling.engine.keep_logs(self.store.path)
 
         all_callbacks: list[Callback] = []
         if self.ranks.is_first:
@@ -123,7 +123,7 @@ class Training:
         """
         self.loop = loop
         self.version = self.policy.version  # of `loop`: the policy moves on within the next batch
-        self.synced = self.components.trainer.synced
+        self.synced = self.components.sampling.synced
 
     # From the start to the end
 
@@ -194,8 +194,8 @@ class Training:
         threads = count_of(self.environment["threads"], "thread")
         facts = {
             "computation": f"{self.environment['computation']}, {threads}",
-            "agreement": self.components.check_weight_sync.agreement,
-            "offline": self.components.offline,
+            "agreement": self.components.sampling.weight_check.agreement,
+            "offline": self.components.sampling.offline,
         }
         return [
             *meaning(self.settings, self.components.trainer.recipe),
@@ -229,7 +229,16 @@ class Training:
         # written before it. A resumed run removes records of later batches, and computes these
         # batches again.
         if not self.has_reached_goal():
-            for step in train_loop(self.components, self.loop, self.recorder.announce):
+            on_gpu = self.policy.device.type == "cuda"
+            steps = train_loop(
+                self.components.sampling,
+                self.components.trainer,
+                self.settings.schedule,
+                self.loop,
+                micro_batch_tokens=self.settings.optimizer.tokens_in_micro_batch(on_gpu=on_gpu),
+                announce=self.recorder.announce,
+            )
+            for step in steps:
                 self.record(step)
                 self.evaluate()
                 if self.ranks.on_rank0(self.checkpoint_is_due):
@@ -274,10 +283,10 @@ class Training:
         batch = self.loop.batch
         due = self.evaluations.find_due(batch, moment)
         if due:
-            with sampling_from_policy(self.components, self.loop):
+            with self.components.sampling.evaluating(self.policy, self.loop) as evaluator:
                 for name, eval_set in due.items():
                     self.recorder.announce(f"evaluation ({name})")
-                    evaluation = self.evaluations.make(name, eval_set, batch)
+                    evaluation = self.evaluations.make(name, eval_set, evaluator, batch)
                     self.recorder.record_evaluation(name, evaluation, batch)
         find_best = partial(self.evaluations.find_best, self.store, batch, moment)
         best = self.ranks.on_rank0(find_best)

@@ -19,7 +19,7 @@ from lagrpo.core.advantages import leave_one_out, one_group, sigma
 from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
-from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM, Clock, Phase, Step
+from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM, Phase, Step, Times
 from lagrpo.training.tensors import to_ints
 from lagrpo.types import Completion, ExcludedReason, JsonObject, OutcomeKind, Range
 
@@ -81,7 +81,7 @@ def batch_metrics(
         "weight_sync/changed_fraction": sync.get("changed_fraction"),
         **_token_metrics(step),
         **sequence_metrics(step.batch, step.logp_k, reward_range),
-        **_pace(step.clock, sum(u.get("tokens", 0.0) for u in updates)),
+        **_pace(step.times, sum(u.get("tokens", 0.0) for u in updates)),
         **_own_metrics(updates),
     }
 
@@ -210,15 +210,15 @@ def _ratio_metrics(log_rho_T: Tensor) -> Metrics:
     }
 
 
-def _pace(clock: Clock, trained_tokens: float) -> Metrics:
+def _pace(times: Times, trained_tokens: float) -> Metrics:
     """Returns the seconds of each phase, and tokens per second."""
-    seconds = {name: clock.seconds[phase] for name, phase in PHASES.items()}
-    metrics: Metrics = {"time/step": clock.total}
+    seconds = {name: times.seconds.get(phase, 0.0) for name, phase in PHASES.items()}
+    metrics: Metrics = {"time/step": times.total}
     for name in PHASES:
         metrics[f"time/{name}"] = seconds[name]
     sampled_per_second = None
     if seconds["generate"] > AT_ONCE:
-        sampled_per_second = clock.generated / seconds["generate"]
+        sampled_per_second = times.generated / seconds["generate"]
     trained_per_second = None
     if seconds["train"]:
         trained_per_second = trained_tokens / seconds["train"]

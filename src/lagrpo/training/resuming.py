@@ -156,8 +156,8 @@ def _remove_after(paths: Mapping[int, Path], last: int) -> None:
 def describe_environment(components: TrainerComponents, earlier: ResumeState | None) -> JsonObject:
     """Returns environment.json: the run's identity, versions, the machine, and what computes."""
     policy = components.trainer.policy
-    agreement = components.check_weight_sync.agreement
-    offline = components.offline
+    agreement = components.sampling.weight_check.agreement
+    offline = components.sampling.offline
     rollout = components.settings.rollout
     own_engine = rollout.engine if rollout.has_own_engine else None
     # W&B finds its run by the id, so a run that resumes keeps it.

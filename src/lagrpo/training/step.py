@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from time import perf_counter
 
 from torch import Tensor
 
@@ -39,32 +39,45 @@ def ignore_activity(activity: str) -> None:
     """Ignores what the loop is doing: for callers without a display."""
 
 
-class Clock:
-    """Seconds of a batch, by phase and in total.
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a batch, by phase and in total, and the tokens that were sampled meanwhile."""
 
-    `announce` tells the display what is being done now. The total includes `earlier_seconds`, which
-    passed before the clock was made: waiting for tokens that were prefetched.
+    seconds: Mapping[Phase, float]
+    total: float
+    generated: int = 0
+    """tokens of this batch and of later ones"""
+
+
+class Clock:
+    """The clock of a run: seconds of the batch that is being made, by phase.
+
+    Seconds of a phase within another one count for the inner phase alone. Seconds between two
+    batches, such as waiting for tokens that an evaluation interrupts, count for the next batch.
     """
 
-    def __init__(
-        self, announce: Callable[[str], None] = ignore_activity, earlier_seconds: float = 0.0
-    ) -> None:
-        self.announce = announce
-        self.seconds: defaultdict[Phase, float] = defaultdict(float)
-        self.generated = 0  # tokens that were sampled meanwhile, of this batch and of later ones
-        self._started = time.perf_counter() - earlier_seconds
+    def __init__(self) -> None:
+        self._seconds: defaultdict[Phase, float] = defaultdict(float)
+        self.start()
+
+    def start(self) -> None:
+        """Begins a batch."""
+        self._started = perf_counter() - sum(self._seconds.values())
 
     @contextmanager
     def measure(self, phase: Phase) -> Generator[None]:
         """Adds the time that the body takes to a phase, unless the body raises."""
-        started = time.perf_counter()
+        started = perf_counter()
+        before = sum(self._seconds.values())
         yield
-        self.seconds[phase] += time.perf_counter() - started
+        of_inner_phases = sum(self._seconds.values()) - before
+        self._seconds[phase] += perf_counter() - started - of_inner_phases
 
-    @property
-    def total(self) -> float:
-        """Seconds from the start of the batch until now."""
-        return time.perf_counter() - self._started
+    def stop(self, generated: int) -> Times:
+        """Ends a batch, while which so many tokens were sampled."""
+        times = Times(self._seconds, perf_counter() - self._started, generated)
+        self._seconds = defaultdict(float)
+        return times
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +97,5 @@ class Step:
     entropy: Mapping[int, Tensor]
     """entropy of the distribution that each of these tokens came from, nats, float32 [t]; only for
     completions in the objective"""
-    clock: Clock
+    times: Times
     state: LoopState

@@ -29,7 +29,7 @@ from lagrpo.core.kl import ess
 from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.model.model import Model, Policy, count_differing, sample_weights
+from lagrpo.model.model import Model, Policy
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
 from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy
 from lagrpo.training.master_weights import (
@@ -172,7 +172,6 @@ class Trainer:
             enable = new_name or lm.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             lm.train()  # transformers checkpoints in training mode only; dropout is off
-        self.synced: list[Tensor] = []  # a sample of the weights of the last weight sync
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -410,7 +409,7 @@ class Trainer:
             copied = to_host(gradient, master.device) if offload else gradient.clone()
             self.optimizer.state[master][PREVIOUS_GRADIENT] = copied
 
-    # Log-probs, weight syncs, stages
+    # Log-probs, stages
 
     @torch.no_grad()
     def compute_logprobs(
@@ -439,22 +438,6 @@ class Trainer:
         if self.masters.passes_are_collective:
             free_gathered(policy.model)
         return logps
-
-    def on_sync(self) -> dict[str, float]:
-        """Returns `changed_fraction`: the share of weights whose bits changed since the last sync.
-
-        Returns nothing at the first weight sync. A sample of about a million weights estimates the
-        share.
-        """
-        last = self.synced
-        self.synced = sample_weights(self.policy.weights)
-        if not last:
-            return {}
-        changed = sum(
-            count_differing(new, old.to(new.device))
-            for new, old in zip(self.synced, last, strict=True)
-        )
-        return {"changed_fraction": int(changed) / sum(map(len, last))}
 
     def end_stage(self, *, reset_optimizer: bool) -> None:
         """Sets π_ref <- π: line 16 of Algorithm 1.
