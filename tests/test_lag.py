@@ -11,12 +11,8 @@ import torch
 from lagrpo.core.kl import prefers_bounded, tv_terms
 from lagrpo.core.recipes import resolve
 from lagrpo.training.batch import assemble, left_out, micro_batches
-from lagrpo.training.metrics import (
-    by_completion,
-    estimate_improvement,
-    sequence_metrics,
-    sequence_sums,
-)
+from lagrpo.training.metrics import estimate_improvement, sequence_metrics
+from lagrpo.training.step import record_completions
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 HALVES = {
@@ -49,8 +45,8 @@ def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
     return batch, micro_batches(batch, budget)
 
 
-def give(rows, log_ratio_by_member):
-    """π_k's log-probs by completion, such that each token of completion c has ln ρ =
+def give(batch, rows, log_ratio_by_member):
+    """The records of completions, such that each token of completion c has ln ρ =
     log_ratio_by_member[c]."""
     per_token = [
         torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows
@@ -59,11 +55,11 @@ def give(rows, log_ratio_by_member):
         m.with_logprobs(m.rollout_logp_T + ratio_T)
         for m, ratio_T in zip(rows, per_token, strict=True)
     ]
-    return by_completion(given, "old_logp_T")
+    return record_completions(batch, given)
 
 
-def improvement(batch, rows, reward_range=(0.0, 1.0)):
-    return estimate_improvement(batch, sequence_sums(batch, rows)[0], reward_range)
+def improvement(batch, records, reward_range=(0.0, 1.0)):
+    return estimate_improvement(batch, records.log_ratio_C, reward_range)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +71,7 @@ def improvement(batch, rows, reward_range=(0.0, 1.0)):
 )
 def test_sequence_metrics_by_hand(budget):
     batch, rows = batch_of([[1.0, 0.0]], budget=budget)
-    metrics = sequence_metrics(batch, rows := give(rows, HALVES))
+    metrics = sequence_metrics(batch, rows := give(batch, rows, HALVES))
     per_token = [
         2 * (math.sqrt(1.5) - 1 - math.log(1.5) / 2),
         2 * (math.sqrt(0.5) - 1 + math.log(2) / 2),
@@ -89,7 +85,7 @@ def test_sequence_metrics_by_hand(budget):
 
 def test_staleness_metrics_are_zero_without_staleness():
     batch, rows = batch_of([[1.0, 0.0], [1.0, 0.0]] * 8)
-    metrics = sequence_metrics(batch, give(rows, dict.fromkeys(range(32), 0.0)))
+    metrics = sequence_metrics(batch, give(batch, rows, dict.fromkeys(range(32), 0.0)))
     assert metrics == {
         "rollout/seq_kl": 0,
         "rollout/seq_tv": 0,
@@ -117,15 +113,15 @@ def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(nam
     }
     rows = micro_batches(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
     silent_rows = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
-    metrics = sequence_metrics(batch, give([*rows, *silent_rows], log_ratio))
+    metrics = sequence_metrics(batch, give(batch, [*rows, *silent_rows], log_ratio))
     truth = {"improvement": 0.1, "rollout/seq_tv": 0.1, "rollout/seq_kl": 0.02568}
     assert {metric: metrics[metric] for metric in truth} == pytest.approx(truth, abs=0.006)
-    assert sequence_metrics(batch, give(rows, log_ratio))["rollout/seq_kl"] is None
+    assert sequence_metrics(batch, give(batch, rows, log_ratio))["rollout/seq_kl"] is None
 
 
 def test_rewards_outside_their_range_have_no_improvement_and_a_stated_range_scales_them():
     batch, rows = batch_of([[10.0, 0.0]])
-    rows = give(rows, HALVES)
+    rows = give(batch, rows, HALVES)
     assert improvement(batch, rows) is None
     assert improvement(batch, rows, (0.0, 10.0)) == pytest.approx(0.5, abs=1e-6)
 
@@ -135,7 +131,7 @@ def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences
     all four."""
     batch, _ = batch_of([[1.0, 0.0], [1.0, 1.0]])
     rows = [f(batch, 100, skip_zero_advantage=True) for f in (micro_batches, left_out)]
-    both = give([*rows[0], *rows[1]], HALVES | {2: 0.1, 3: 0})
+    both = give(batch, [*rows[0], *rows[1]], HALVES | {2: 0.1, 3: 0})
     assert improvement(batch, both) == pytest.approx(0.25, abs=1e-6)
     expected = (0.5 + 0.5 + math.expm1(0.2)) / 2 / 4
     assert sequence_metrics(batch, both)["rollout/seq_tv"] == pytest.approx(expected, abs=1e-6)
@@ -143,9 +139,9 @@ def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences
 
 def test_completions_whose_alpha_is_unknown_have_no_metrics():
     batch, rows = batch_of([[1.0, 0.0]])
-    assert set(sequence_metrics(batch, give(rows, dict.fromkeys(range(2), math.nan))).values()) == {
-        None
-    }
+    assert set(
+        sequence_metrics(batch, give(batch, rows, dict.fromkeys(range(2), math.nan))).values()
+    ) == {None}
 
 
 def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
@@ -178,6 +174,6 @@ def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossib
     """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an
     improvement of 55."""
     batch, rows = batch_of([[1.0, 0.0]] * groups)
-    rows = give(rows, {c: math.log(ratio) / 2 * (c % 2 == 0) for c in range(2 * groups)})
+    rows = give(batch, rows, {c: math.log(ratio) / 2 * (c % 2 == 0) for c in range(2 * groups)})
     assert improvement(batch, rows) == pytest.approx((ratio - 1) / 2, rel=1e-3)
     assert (sequence_metrics(batch, rows)["improvement"] is not None) == is_known

@@ -16,7 +16,7 @@ from lagrpo.runs.metrics import METRICS
 from lagrpo.training.batch import Batch
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.training.run import train
-from lagrpo.training.step import Phase, Step, Times
+from lagrpo.training.step import Phase, Records, Step, Times
 from lagrpo.types import Completion, Group, JsonObject, Outcome, Prompt, SyncReason
 
 
@@ -52,7 +52,8 @@ def metrics_of(
     seconds = {Phase(name): value for name, value in clock.items()}
     timer = Times(seconds, total=9.0, generated=30)
     state = LoopState(batch=7, sync={"logp_difference_max": 0.25, "changed_fraction": 0.5})
-    step = Step(2, 7, 6, reason, {}, batch, (), updates, logp_k or {}, {}, timer, state)
+    records = Records.build(batch, {c: (logp, None) for c, logp in (logp_k or {}).items()})
+    step = Step(2, 7, 6, reason, {}, batch, (), updates, records, timer, state)
     return batch_metrics(step)
 
 

@@ -23,8 +23,8 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.batch import Batch, assemble, left_out, micro_batches
-from lagrpo.training.metrics import batch_metrics, by_completion, sequence_sums
-from lagrpo.training.step import Step, Times
+from lagrpo.training.metrics import batch_metrics
+from lagrpo.training.step import Step, Times, record_completions
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Completion, Group, Outcome, Prompt, SyncReason
 from lagrpo.verify import verify_run
@@ -142,10 +142,10 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     completions = [c for group in groups() for c in group.completions]
     log_rho = [logp - c.logp_alpha[c.sampled] for logp, c in zip(logp_k, completions, strict=True)]
     sums_C = torch.stack([x.double().sum() for x in log_rho])
-    logp_k = by_completion(rows, "old_logp_T")
-    torch.testing.assert_close(sequence_sums(batch, logp_k)[0], sums_C, rtol=1e-5, atol=1e-5)
+    records = record_completions(batch, rows)
+    torch.testing.assert_close(records.log_ratio_C, sums_C, rtol=1e-5, atol=1e-5)
     kl_C = torch.stack([(x.exp() - 1 - x).double().sum() for x in log_rho])
-    torch.testing.assert_close(sequence_sums(batch, logp_k)[1], kl_C, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(records.kl_C, kl_C, rtol=1e-4, atol=1e-4)
 
     step = Step(
         1,
@@ -156,8 +156,7 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
         batch,
         rows,
         updates,
-        logp_k,
-        {},
+        records,
         Times({}, total=1.0),
         LoopState(1, alpha=3),
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,11 @@ class Batch:
     advantage_C: Tensor
     lengths_C: Tensor  # sampled tokens
     weight_C: Tensor  # in the objective; 0: masked
+    has_logp_C: Tensor = field(init=False)  # bool: log α of every sampled token is known
+
+    def __post_init__(self) -> None:
+        has_logp = [self.completion(c).has_logp for c in range(len(self.member_C))]
+        object.__setattr__(self, "has_logp_C", torch.tensor(has_logp, dtype=torch.bool))
 
     @property
     def in_objective(self) -> bool:
@@ -54,12 +59,6 @@ class Batch:
         because AdamW moves on by its moments.
         """
         return bool((self.weight_C != 0).any())
-
-    def has_logp_alpha(self) -> Tensor:
-        """Returns True for completions with log α of every sampled token, bool [C]."""
-        return torch.tensor(
-            [self.completion(c).has_logp for c in range(len(self.member_C))], dtype=torch.bool
-        )
 
     def completion(self, c: int) -> Completion:
         """Returns the completion with the index c in C."""
@@ -203,7 +202,7 @@ def left_out(
     """
     return _pack_rows(
         batch,
-        batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage=skip_zero_advantage),
+        batch.has_logp_C & ~_computed(batch, skip_zero_advantage=skip_zero_advantage),
         tokens,
         device,
         ranks,
@@ -226,7 +225,6 @@ def _pack_rows(
 ) -> list[MicroBatch]:
     """Packs the wanted completions into this rank's rows."""
     ranks = ranks or Ranks()
-    known_C = batch.has_logp_alpha()
     if ranks.size > 1:  # no piece is larger than a rank's even share
         total = sum(_cost(batch, piece) for piece in _pieces(batch, wanted_C, sys.maxsize))
         tokens_per_rank = -(-total // ranks.size)  # rounded up
@@ -235,11 +233,11 @@ def _pack_rows(
     rows: list[list[list[int]]] = []
     # Either all completions of a row have log α, or the row has no log α at all.
     for is_known in (True, False):
-        alike = [piece for piece in pieces if bool(known_C[piece].all()) == is_known]
+        alike = [piece for piece in pieces if bool(batch.has_logp_C[piece].all()) == is_known]
         costs = [_cost(batch, piece) for piece in alike]
         for indices in balanced(costs, tokens, ranks.size):
             rows.append([alike[index] for index in indices])
-    return [_pack(batch, row, known_C, device) for row in ranks.share(rows)]
+    return [_pack(batch, row, device) for row in ranks.share(rows)]
 
 
 def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
@@ -299,9 +297,7 @@ def _pieces(batch: Batch, wanted_C: Tensor, tokens: int) -> list[list[int]]:
     return pieces
 
 
-def _pack(
-    batch: Batch, pieces: list[list[int]], known_C: Tensor, device: torch.device | str
-) -> MicroBatch:
+def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
     groups: list[tuple[tuple[int, ...], list[Tensor]]] = []
@@ -315,7 +311,7 @@ def _pack(
     is_kept = is_sampled_T.to(device)
     layout = replace(row.layout, logit_rows=row.layout.logit_rows[is_kept])
     rollout_logp_T = None
-    if bool(known_C[members].all()):
+    if bool(batch.has_logp_C[members].all()):
         rollout_logp_T = torch.cat([c.logp_alpha for c in completions])[is_sampled_T].to(device)
     versions = torch.cat([c.versions for c in completions])
     return MicroBatch(

@@ -8,19 +8,15 @@ weights; recording.py writes the files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Callable, Iterator
 
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.rollout.base import RolloutEngine
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.sections import ScheduleSettings
 from lagrpo.training.batch import Batch, MicroBatch, assemble, left_out
-from lagrpo.training.metrics import by_completion, measure_kl_spent
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.sampling import Sampling
-from lagrpo.training.step import Phase, Step, ignore_activity
+from lagrpo.training.step import Phase, Step, ignore_activity, record_completions
 from lagrpo.training.trainer import Trainer
 
 
@@ -78,10 +74,9 @@ def train_loop(
                 rows, metrics = trainer.step(rows, in_objective=batch.in_objective)  # 15   Eq. 7, 8
                 updates.append(metrics)
 
-        logp_k = gather_by_completion(ranks, [*rows, *rows_left_out], "old_logp_T")
-        entropy = gather_by_completion(ranks, rows, "entropy_T")
+        records = record_completions(batch, [*rows, *rows_left_out], ranks)
         generated = sum(ranks.gather(sampling.prefetcher.pop_tokens()))
-        state = state.after_batch(measure_kl_spent(batch, logp_k))
+        state = state.after_batch(records.mean_kl())
         yield Step(
             stage=stage,
             b=b,
@@ -91,8 +86,7 @@ def train_loop(
             batch=batch,
             rows=rows,
             updates=updates,
-            logp_k=logp_k,
-            entropy=entropy,
+            records=records,
             times=clock.stop(generated),
             state=state,
         )
@@ -126,12 +120,3 @@ def is_on_policy(batch: Batch, version: int) -> bool:
     """True if π_version sampled every token of the batch."""
     completions = [completion for group in batch.groups for completion in group.completions]
     return all(bool((c.versions[c.sampled] == version).all()) for c in completions)
-
-
-def gather_by_completion(ranks: Ranks, rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
-    """Returns a quantity of the tokens of each completion, from the rows of all ranks.
-
-    Keys are indices in C, values float32 [t] on the host. Collective.
-    """
-    own_rows = by_completion(rows, name)
-    return dict(ranks.join(list(own_rows.items())))

@@ -8,7 +8,6 @@ that the loss leaves out because of their rewards.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -18,9 +17,8 @@ from torch import Tensor
 from lagrpo.core.advantages import leave_one_out, one_group, sigma
 from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
-from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
-from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM, Phase, Step, Times
-from lagrpo.training.tensors import to_ints
+from lagrpo.training.batch import Batch, has_zero_variance
+from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM, Phase, Records, Step, Times
 from lagrpo.types import Completion, ExcludedReason, JsonObject, OutcomeKind, Range
 
 Metrics = dict[str, float | None]
@@ -80,7 +78,7 @@ def batch_metrics(
         "weight_sync/logp_difference": sync.get("logp_difference_max"),
         "weight_sync/changed_fraction": sync.get("changed_fraction"),
         **_token_metrics(step),
-        **sequence_metrics(step.batch, step.logp_k, reward_range),
+        **sequence_metrics(step.batch, step.records, reward_range),
         **_pace(step.times, sum(u.get("tokens", 0.0) for u in updates)),
         **_own_metrics(updates),
     }
@@ -183,11 +181,9 @@ def _token_metrics(step: Step) -> Metrics:
     if first.get("tokens"):
         metrics["kl"] = first["kl_ref"] / first["tokens"]
     known: list[Tensor] = []  # log ρ of each completion with a known log α, float64 [t]
-    for c, logp_k_T in step.logp_k.items():
-        if step.batch.weight_C[c] != 0:
-            log_rho_T = log_ratio(step.batch, c, logp_k_T)
-            if not log_rho_T.isnan().any():
-                known.append(log_rho_T.double())
+    for c, record in step.records.by_completion.items():
+        if step.batch.weight_C[c] != 0 and not record.log_ratio.isnan().any():
+            known.append(record.log_ratio)
     if known:
         metrics |= _ratio_metrics(torch.cat(known))
     return metrics
@@ -227,56 +223,32 @@ def _pace(times: Times, trained_tokens: float) -> Metrics:
     return metrics
 
 
-# Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each
-# completion.
+# Whole completions. ρ = π_k(y|x) / α(y|x).
 
 
-def sequence_metrics(
-    batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)
-) -> Metrics:
+def sequence_metrics(batch: Batch, records: Records, reward_range: Range = (0.0, 1.0)) -> Metrics:
     """Returns metrics of whole completions.
 
-    All are None unless `logp_k` has every scored completion whose log α is known.
+    All are None unless there are records of every scored completion whose log α is known.
     """
-    log_ratio_C, kl_C = sequence_sums(batch, logp_k)
-    known_C = batch.has_logp_alpha()
-    known = log_ratio_C[known_C]
+    known_C = batch.has_logp_C
+    known = records.log_ratio_C[known_C]
     if not len(known) or bool(known.isnan().any()):
         return dict.fromkeys(("rollout/seq_kl", "rollout/seq_tv", "rollout/seq_ess", "improvement"))
     # A common factor does not change the ESS, and no ratio overflows.
     size = float(ess((known - known.max()).exp()))
     improvement = None
     if size >= ENOUGH:
-        improvement = estimate_improvement(batch, log_ratio_C, reward_range)
+        improvement = estimate_improvement(batch, records.log_ratio_C, reward_range)
     # More than the range of rewards is impossible: the estimate has too much noise.
     if improvement is not None and not abs(improvement) <= 1:
         improvement = None
     return {
-        "rollout/seq_kl": float(kl_C[known_C].mean()),
+        "rollout/seq_kl": float(records.kl_C[known_C].mean()),
         "rollout/seq_tv": float(tv_terms(known, bounded=prefers_bounded(known)).mean()),
         "rollout/seq_ess": size,
         "improvement": improvement,
     }
-
-
-def sequence_sums(batch: Batch, logp_k: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns ln ρ of each completion, nats, and its estimate of KL(α‖π_k), both float64 [C].
-
-    The estimate is Σ_t (ρ_t - 1 - ln ρ_t) over the tokens; its variance grows only linearly with
-    the length. NaN if log π_k or log α is unknown.
-    """
-    log_ratio_C, kl_C = torch.full((2, len(batch.member_C)), math.nan, dtype=torch.float64)
-    for c, logp_T in logp_k.items():
-        log_ratio_T = log_ratio(batch, c, logp_T).double()
-        log_ratio_C[c] = log_ratio_T.sum()
-        kl_C[c] = (torch.expm1(log_ratio_T) - log_ratio_T).sum()
-    return log_ratio_C, kl_C
-
-
-def log_ratio(batch: Batch, c: int, logp_k_T: Tensor) -> Tensor:
-    """Returns log π_k - log α of the sampled tokens of a completion, float32 [t]."""
-    completion = batch.completion(c)
-    return logp_k_T - completion.logp_alpha[completion.sampled]
 
 
 def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range) -> float | None:
@@ -299,37 +271,6 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
     return _mean(gains)
 
 
-def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None:
-    """Returns the mean KL(α‖π_k), nats per completion; None if no log α is known.
-
-    The schedule `budget` decides by it.
-    """
-    _, kl_C = sequence_sums(batch, logp_k)
-    # Completions whose log α is unknown are NaN.
-    mean = kl_C.nanmean().item()
-    return None if math.isnan(mean) else mean
-
-
-# By completion
-
-
-def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
-    """Returns a quantity of the rows' tokens for each completion of the rows.
-
-    It is float32 on the host. Rows without the quantity (None) are left out.
-    """
-    values: dict[int, Tensor] = {}
-    for micro in rows:
-        values_T = getattr(micro, name)
-        if values_T is None:
-            continue
-        # The tokens of a row lie completion after completion, in the order of its members.
-        lengths = to_ints(micro.completion_T.bincount(minlength=len(micro.members)))
-        values_by_member = values_T.float().cpu().split(lengths)
-        values |= dict(zip(micro.members, values_by_member, strict=True))
-    return values
-
-
 def completion_columns(step: Step, eps_std: float) -> list[list[JsonObject]]:
     """Returns the columns of the rollouts that a completion itself does not have, per group.
 
@@ -342,6 +283,7 @@ def completion_columns(step: Step, eps_std: float) -> list[list[JsonObject]]:
         spread = float(sigma(rewards, torch.zeros(len(rewards), dtype=torch.long), eps_std)[0])
         for c in members:
             g, j = batch.member_C[c]
+            record = step.records.by_completion.get(c)
             excluded_reason = ExcludedReason.NOT_EXCLUDED
             if batch.weight_C[c] == 0:
                 excluded_reason = ExcludedReason.ZERO_VARIANCE
@@ -349,8 +291,8 @@ def completion_columns(step: Step, eps_std: float) -> list[list[JsonObject]]:
                 "advantage": float(batch.advantage_C[c]),
                 "excluded_reason": excluded_reason.value,
                 "group_std": spread,
-                "old_logprobs": step.logp_k.get(c),
-                "entropy": step.entropy.get(c),
+                "old_logprobs": None if record is None else record.old_logp,
+                "entropy": None if record is None else record.entropy,
             }
     return columns
 

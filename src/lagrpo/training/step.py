@@ -1,7 +1,8 @@
-"""The record of a finished batch, which the loop yields, and the clock that times its phases."""
+"""A finished batch, which the loop yields: records of its completions, and seconds by phase."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,10 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.batch import Batch, MicroBatch
+from lagrpo.training.ranks import Ranks
+from lagrpo.training.tensors import split, to_ints
 from lagrpo.types import SyncReason
 
 LOGGED_SUM = ":sum"
@@ -81,6 +85,73 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionRecord:
+    """A scored completion after the updates: π_k at its sampled tokens, [t]."""
+
+    old_logp: Tensor
+    """log π_k, float32, nats"""
+    entropy: Tensor | None
+    """entropy of the distribution that each token came from, float32, nats; None for completions
+    that updates leave out"""
+    log_ratio: Tensor
+    """log π_k - log α, float64, nats; NaN where log α is unknown"""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of a batch, by the index of the completion in C, and their sums.
+
+    `log_ratio_C` is ln ρ of each completion, nats, and `kl_C` its estimate of KL(α‖π_k), both
+    float64 [C]. The estimate is Σ_t (ρ_t - 1 - ln ρ_t) over the tokens; its variance grows only
+    linearly with the length. NaN if log π_k or log α is unknown.
+    """
+
+    by_completion: Mapping[int, CompletionRecord]
+    log_ratio_C: Tensor
+    kl_C: Tensor
+
+    @staticmethod
+    def build(batch: Batch, logprobs: Mapping[int, tuple[Tensor, Tensor | None]]) -> Records:
+        """Returns the records of the completions whose log π_k and entropy these are."""
+        by_completion: dict[int, CompletionRecord] = {}
+        log_ratio_C, kl_C = torch.full((2, len(batch.member_C)), math.nan, dtype=torch.float64)
+        for c, (old_logp_T, entropy_T) in logprobs.items():
+            completion = batch.completion(c)
+            rollout_logp_T = completion.logp_alpha[completion.sampled]
+            log_ratio_T = (old_logp_T - rollout_logp_T).double()
+            by_completion[c] = CompletionRecord(old_logp_T, entropy_T, log_ratio_T)
+            log_ratio_C[c] = log_ratio_T.sum()
+            kl_C[c] = (torch.expm1(log_ratio_T) - log_ratio_T).sum()
+        return Records(by_completion, log_ratio_C, kl_C)
+
+    def mean_kl(self) -> float | None:
+        """Returns the mean KL(α‖π_k), nats per completion; None if no log α is known.
+
+        The schedule `budget` decides by it.
+        """
+        # Completions whose log α is unknown are NaN.
+        mean = self.kl_C.nanmean().item()
+        return None if math.isnan(mean) else mean
+
+
+def record_completions(
+    batch: Batch, rows: Sequence[MicroBatch], ranks: Ranks | None = None
+) -> Records:
+    """Returns the records of the completions in the rows of all ranks. Collective."""
+    logprobs: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for row in rows:
+        assert row.old_logp_T is not None, "the row has no log π_k yet"
+        # The tokens of a row lie completion after completion, in the order of its members.
+        lengths = to_ints(row.completion_T.bincount(minlength=len(row.members)))
+        old_logps = split(row.old_logp_T.float().cpu(), lengths)
+        entropies: Sequence[Tensor | None] = [None] * len(lengths)
+        if row.entropy_T is not None:
+            entropies = split(row.entropy_T.float().cpu(), lengths)
+        logprobs |= dict(zip(row.members, zip(old_logps, entropies, strict=True), strict=True))
+    return Records.build(batch, dict((ranks or Ranks()).join(list(logprobs.items()))))
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A finished batch, and the loop state after it."""
 
@@ -92,10 +163,6 @@ class Step:
     batch: Batch
     rows: Sequence[MicroBatch]  # this rank's micro-batches of the objective
     updates: Sequence[dict[str, float]]  # metrics of each of the i updates
-    logp_k: Mapping[int, Tensor]
-    """log π_k of the sampled tokens of each scored completion, float32 [t], by its index in C"""
-    entropy: Mapping[int, Tensor]
-    """entropy of the distribution that each of these tokens came from, nats, float32 [t]; only for
-    completions in the objective"""
+    records: Records
     times: Times
     state: LoopState

@@ -1,8 +1,9 @@
-"""Numbers of tensors as Python's own, with types: PyTorch leaves the type of `tolist` open."""
+"""Numbers and parts of tensors, with types: PyTorch leaves those of `tolist` and `split` open."""
 
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor
@@ -16,3 +17,8 @@ def to_floats(values: Tensor) -> list[float]:
 def to_ints(values: Tensor) -> list[int]:
     """Returns the numbers of a one-dimensional tensor of integers."""
     return cast("list[int]", values.tolist())
+
+
+def split(values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Returns the parts of a tensor that have these lengths, one after the other."""
+    return cast("tuple[Tensor, ...]", values.split(list(lengths)))
