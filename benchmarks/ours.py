@@ -24,7 +24,7 @@ from lagrpo.model.model import Policy
 from lagrpo.settings.load import load_settings
 from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.training.batch import MicroBatch, has_zero_variance
-from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build import BuiltRun, build_run
 from lagrpo.training.checks import check_settings
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.step import Step
@@ -34,8 +34,8 @@ from lagrpo.types import JsonObject
 class Stepped(Training):
     """Waits for a request before each batch, from its weight sync to its line of metrics."""
 
-    def __init__(self, components: TrainerComponents, gate: Gate) -> None:
-        super().__init__(components)
+    def __init__(self, built: BuiltRun, gate: Gate) -> None:
+        super().__init__(built)
         self.gate = gate
 
     def begin(self) -> None:
@@ -135,8 +135,8 @@ def main() -> None:
     settings = load_settings(request["settings"])
     prompts_task = task(request, settings.run.seed)
     checked = check_settings(settings, prompts_task)
-    components = TrainerComponents.build(settings, checked, prompts_task)
-    training = Stepped(components, Gate(wire, {"matrix_product": matrix_product}))
+    built = build_run(settings, checked, prompts_task)
+    training = Stepped(built, Gate(wire, {"matrix_product": matrix_product}))
     # This tells the driver that the model is loaded.
     computation = training.policy.model.computation
     wire.reply(threads=torch.get_num_threads(), computation=computation)

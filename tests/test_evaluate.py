@@ -14,6 +14,7 @@ import pytest
 import sample_rewards
 import torch
 from scoring import make_group
+from tiny import tiny_policy
 
 from lagrpo.core.estimators import clustered_interval, paired_interval
 from lagrpo.interrupts import Interrupted, deferring, interruptible
@@ -246,12 +247,8 @@ def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions(
     )
     reward_pool: Any = GivenRewards()
     eval_set = EvalSet(requests, reward_pool, SamplingParams("evaluate", 1.0, 8), samples=4)
-    components: Any = SimpleNamespace(
-        settings=Settings.model_validate({"eval": {"at_start": False}}),
-        ranks=Ranks(),
-        trainer=SimpleNamespace(policy=SimpleNamespace(version=0)),
-    )
-    evaluations = Evaluations(components)
+    settings = Settings.model_validate({"eval": {"at_start": False}})
+    evaluations = Evaluations(settings, {}, tiny_policy(), Ranks())
     names = ("before", "batch-000001", "after")
     results = [evaluations.make(name, eval_set, engine, batch) for batch, name in enumerate(names)]
     assert [len(evaluation.records) for evaluation in results] == [1, 1, 1]
@@ -285,11 +282,9 @@ def test_best_policy_is_replaced_only_by_a_better_one(
     run = Run(tmp_path)
     if best is not None:
         run.record_best(lambda folder: None, found=best)
-    components: Any = SimpleNamespace(
-        settings=SimpleNamespace(eval=SimpleNamespace(takes_place=False, best_metric=metric)),
-        trainer=SimpleNamespace(policy=SimpleNamespace(version=batch)),
-    )
-    evaluations = Evaluations(components)
+    settings = Settings.model_validate({"eval": {"at_start": False}})
+    evaluations = Evaluations(settings, {}, tiny_policy(), Ranks())
+    evaluations.best_metric = metric
     evaluations.add("batch-000005", Evaluation({"step": 5, "reward": 0.5}, []))
     evaluations.add(f"batch-{batch:06d}", Evaluation({"step": batch, **summary}, []))
     found = evaluations.find_best(run, batch, Moment.BETWEEN)

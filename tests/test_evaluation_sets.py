@@ -35,6 +35,7 @@ from lagrpo.tasks import RowTask
 from lagrpo.terminal.show import show
 from lagrpo.training.build_tasks import set_up_tasks
 from lagrpo.training.evaluation import EvalSet, Evaluation, Evaluations, build_eval_set
+from lagrpo.training.ranks import Ranks
 from lagrpo.training.run import train
 from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run
@@ -265,11 +266,9 @@ def test_value_of_a_set_replaces_the_one_of_the_run(key):
 def best_after(model_dir: Path, values: dict[int, float]) -> list[int]:
     """The batches whose policy becomes the best, if pass@1 has these values by batch."""
     metric = "pass@1"
-    components: Any = SimpleNamespace(
-        settings=SimpleNamespace(eval=SimpleNamespace(best_metric=metric, takes_place=False)),
-        trainer=SimpleNamespace(policy=SimpleNamespace(version=0)),
-    )
-    evaluations = Evaluations(components)
+    settings = Settings.model_validate({"eval": {"at_start": False}})
+    evaluations = Evaluations(settings, {}, tiny_policy(), Ranks())
+    evaluations.best_metric = metric
     run: Any = SimpleNamespace(path=model_dir)
     best = model_dir / "weights" / "best"
     best.mkdir(parents=True, exist_ok=True)

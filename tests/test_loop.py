@@ -24,7 +24,7 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import RowTask
-from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build import BuiltRun, build_run
 from lagrpo.training.build_tasks import TaskSetup
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import train_loop
@@ -36,29 +36,26 @@ from lagrpo.types import Completion, Group, Prompt
 
 
 @pytest.fixture
-def build_components(model: Path, tmp_path: Path) -> Iterator[Callable[..., TrainerComponents]]:
-    """A function of sections of settings. The components' workers end with the test."""
-    built: list[TrainerComponents] = []
+def build(model: Path, tmp_path: Path) -> Iterator[Callable[..., BuiltRun]]:
+    """A function of sections of settings. The run's workers end with the test."""
+    runs: list[BuiltRun] = []
 
-    def build(**sections: Section) -> TrainerComponents:
+    def build(**sections: Section) -> BuiltRun:
         settings = load_settings(tiny_settings(model, tmp_path, **sections))
-        components = TrainerComponents.build(settings, check_settings(settings))
-        built.append(components)
-        return components
+        runs.append(build_run(settings, check_settings(settings)))
+        return runs[-1]
 
     yield build
-    for components in built:
-        components.close()
+    for run in runs:
+        run.close()
 
 
-def steps_of(
-    components: TrainerComponents, announce: Callable[[str], None] = ignore_activity
-) -> Iterator[Step]:
+def steps_of(run: BuiltRun, announce: Callable[[str], None] = ignore_activity) -> Iterator[Step]:
     """The batches of a run from its beginning."""
     return train_loop(
-        components.sampling,
-        components.trainer,
-        components.settings.schedule,
+        run.sampling,
+        run.trainer,
+        run.settings.schedule,
         LoopState(),
         micro_batch_tokens=4096,
         announce=announce,
@@ -86,11 +83,11 @@ def watch(
     monkeypatch.setattr(owner, method, watched)
 
 
-def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatch):
+def test_loop_calls_follow_the_order_of_algorithm_1(build, monkeypatch):
     """every(2), i = 2, M = 3, S = 2: k = 2 of each stage syncs weights; what lies between weight
     syncs is generated at once."""
     schedule = {"sync_every": 2, "num_iterations": 2, "batches": 6, "ref_sync_every": 3}
-    components = build_components(schedule=schedule, loss={"recipe": "grpo"})
+    run = build(schedule=schedule, loss={"recipe": "grpo"})
     events: list[Event] = []
     watch(
         monkeypatch,
@@ -120,7 +117,7 @@ def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatc
         lambda self, *_, **__: ("end", self.policy.version),
     )
     phases: list[str] = []
-    steps = list(steps_of(components, phases.append))
+    steps = list(steps_of(run, phases.append))
     assert events == [
         *[("sync_weights", 0), ("generate", 1), ("step", 0), ("step", 1)],
         *[("sync_weights", 2), ("generate", 2, 3, 4), ("step", 2), ("step", 3)],
@@ -130,8 +127,8 @@ def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatc
         *[("step", 10), ("step", 11)],
     ]
     # The reference became the policy at the end of the first stage, after batch 3.
-    assert components.trainer.reference is not None
-    assert components.trainer.reference.version == 6
+    assert run.trainer.reference is not None
+    assert run.trainer.reference.version == 6
     # Stage, batch, version before the batch's updates, version that sampled it.
     assert [(step.stage, step.b, step.version, step.state.alpha) for step in steps] == [
         (1, 1, 0, 0),
@@ -146,9 +143,9 @@ def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatc
     assert phases[:3] == ["weight sync", "sampling", "learning"]
 
 
-def test_sampler_with_stale_weights_stops_the_run(build_components, monkeypatch):
+def test_sampler_with_stale_weights_stops_the_run(build, monkeypatch):
     """It says that it has version 1, and has loaded nothing."""
-    components = build_components(schedule={"batches": 3})
+    run = build(schedule={"batches": 3})
     sync_weights = LocalSampler.sync_weights
 
     def sync_only_at_start(self, weights, version):
@@ -162,12 +159,12 @@ def test_sampler_with_stale_weights_stops_the_run(build_components, monkeypatch)
     monkeypatch.setattr(LocalSampler, "sync_weights", sync_only_at_start)
     steps: list[Step] = []
     with pytest.raises(WeightSyncError, match=r"version 1: the local sampler has stale weights"):
-        steps.extend(steps_of(components))
+        steps.extend(steps_of(run))
     assert [step.b for step in steps] == [1]
 
 
-def test_token_of_another_version_stops_the_run(build_components, monkeypatch):
-    components = build_components(schedule={"batches": 3})
+def test_token_of_another_version_stops_the_run(build, monkeypatch):
+    run = build(schedule={"batches": 3})
     complete = LocalSampler._complete
 
     def complete_with_wrong_version(self, row):
@@ -182,7 +179,7 @@ def test_token_of_another_version_stops_the_run(build_components, monkeypatch):
         VersionError,
         match=r"batch 2, prompt \d: the sampler has other weights: version 0 .* not version 1",
     ):
-        steps.extend(steps_of(components))
+        steps.extend(steps_of(run))
     assert [step.b for step in steps] == [1]
 
 

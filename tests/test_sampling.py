@@ -218,7 +218,7 @@ def test_samplers_of_a_run_have_the_values_of_its_settings():
     policy = tiny_policy(tau=0.5)
     params = sampling_params(settings)
     sampler = build_sampler(settings, policy, [], params, Ranks())
-    evaluator = build_evaluator(settings, policy, policy, sampler, Ranks())
+    evaluator = build_evaluator(settings, policy, sampler)
     for engine in (sampler, evaluator):
         assert isinstance(engine, LocalSampler)
         assert (engine.seed, engine.max_num_seqs) == (11, 24)

@@ -1,4 +1,4 @@
-"""The interfaces of rollout engines and evaluators, and the requests that they get.
+"""The interface of rollout engines, and the requests that they get.
 
 An engine is in this process (local.py), samples from servers (vllm/engine.py), or is the user's. An
 engine says what it can do; nobody asks which one it is.
@@ -196,26 +196,3 @@ def check_version(policy: Policy, version: int) -> None:
         raise WeightSyncError(
             f"version {policy.version} was synced, but the sampler reports {version}"
         )
-
-
-class Evaluator(Protocol):
-    """The part of an engine that evaluations need.
-
-    It is an engine in this process on the trainer's own weights, or an engine that `evaluates`,
-    which gets the policy for as long as an evaluation takes.
-    """
-
-    @property
-    def samples_on_every_rank(self) -> bool:
-        """As for `RolloutEngine`."""
-        ...
-
-    def sample(
-        self, requests: Sequence[Request], G: int, params: SamplingParams, /
-    ) -> Iterator[tuple[Request, Group]]:
-        """Yields one group of G completions for each request, in the order in which groups end.
-
-        The completions have the tensors that `RolloutEngine` names, and no outcome unless their
-        environment gave one.
-        """
-        ...

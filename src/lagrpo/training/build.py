@@ -1,23 +1,20 @@
-"""From settings to the components of Algorithm 1.
+"""From settings to the two sides of Algorithm 1.
 
 The data comes first, then the model: errors that are cheap to find come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from lagrpo.core.objective import Recipe
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.files import save_model
 from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
@@ -44,7 +41,8 @@ from lagrpo.training.build_tasks import (
     set_up_tasks,
     warn_of_trained_prompts,
 )
-from lagrpo.training.model_files import ModelFiles, read_model_files
+from lagrpo.training.checkpoint import Inputs
+from lagrpo.training.model_files import read_model_files
 from lagrpo.training.ranks import Ranks, add_up
 from lagrpo.training.sampling import Sampling
 from lagrpo.training.trainer import Optimization, Trainer
@@ -52,113 +50,89 @@ from lagrpo.types import JsonView
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerComponents:
-    """The components of a run, on this rank."""
+class BuiltRun:
+    """A run on this rank: its settings, tasks and inputs, the two sides, and their processes."""
 
     settings: Settings
     tasks: Mapping[str, TaskSetup]
     """by name: the run's task (MAIN_TASK), and tasks of evaluation sets that have another one"""
     own_task: bool  # the caller gave the run's task as an object
-    model: str  # the fingerprint of the initial weights
-    model_files: ModelFiles  # the entries of the model's other files
-    data: Digests
-    """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
+    inputs: Inputs
     trainer: Trainer  # π's side: the policy, the recipe and the reference
     sampling: Sampling  # α's side
-    ranks: Ranks
-    skeleton: Any  # the model of transformers without its numbers, if layers are sharded
     processes: ExitStack  # ends workers, and servers that were started
-
-    @staticmethod
-    def build(
-        settings: Settings,
-        recipe: Recipe,
-        task: Task | None = None,
-        ranks: Ranks | None = None,
-        started: str | None = None,
-        recorded: JsonView | None = None,
-    ) -> TrainerComponents:
-        """Builds the components.
-
-        `task` replaces settings.task. `started`: the time at which the run began, if it resumes;
-        chat templates show that date. `recorded`: the digests of the rows that it began with, by
-        place. Collective. Raises SettingsError for data or a model that is missing, does not fit,
-        or has changed.
-        """
-        ranks = ranks or Ranks()
-        with ExitStack() as undo:
-            loaded = load_tasks(settings, task)
-            if ranks.is_first:
-                warn_of_trained_prompts(settings, loaded)
-            records = read_offline_records(settings, recipe)
-            places = digest_places(loaded, records, evaluates=settings.eval.takes_place)
-            with as_settings_error():
-                check_places(recorded or {}, places)
-
-            policy, servers = load_policy_and_servers(settings, loaded, ranks, started, undo)
-            check_same_model(ranks, policy)
-
-            tasks = set_up_tasks(settings, loaded, policy, undo)
-            main = tasks[MAIN_TASK]
-            check_training_prompts(settings, main, policy, ranks)
-            data = {"places": places, "visited": digest_visited(main.prompts.visited)}
-            offline = build_offline(settings, recipe, policy, records) if records else None
-
-            skeleton = fsdp.without_values(policy.model.lm) if ranks.mesh is not None else None
-            trainer = build_trainer(settings, recipe, policy, ranks)
-            if skeleton is not None:
-                # The trainer has sharded the policy. Only vLLM samples without whole weights here.
-                backend = policy.model.backend
-                policy = trainer.policy
-                if not settings.rollout.uses_vllm:
-                    policy = fsdp.copy_whole(policy, skeleton, backend)
-            params = sampling_params(settings, main.episodes)
-            engine = build_sampler(settings, policy, servers, params, ranks)
-            undo.callback(engine.close)
-            evaluator = build_evaluator(settings, policy, trainer.policy, engine, ranks)
-            weight_check = build_weight_check(trainer.policy, main.prompts, engine)
-            sampling = Sampling(
-                settings, engine, evaluator, weight_check, main, offline, params, ranks
-            )
-            return TrainerComponents(
-                settings=settings,
-                tasks=tasks,
-                own_task=task is not None,
-                model=fingerprint(trainer.policy.all_weights),
-                model_files=read_model_files(resolve_model(settings.model.path)),
-                data=data,
-                trainer=trainer,
-                sampling=sampling,
-                ranks=ranks,
-                skeleton=skeleton,
-                processes=undo.pop_all(),
-            )
 
     @property
     def main(self) -> TaskSetup:
         """The task that the run trains on; evaluation sets may have others."""
         return self.tasks[MAIN_TASK]
 
-    def gather_policy(self) -> Callable[[Path], None]:
-        """Returns a function that writes π as it is now into a directory: a model, or its adapter.
-
-        Rank 0 calls it. Collective.
-        """
-        policy = self.trainer.policy
-        skeleton = self.skeleton
-        if skeleton is None:
-            return policy.save
-        whole_weights = self.ranks.gather_whole(policy.weights)
-
-        def save(directory: Path) -> None:
-            save_model(skeleton, directory, whole_weights)
-            policy.chat.save(directory)
-
-        return save
-
     def close(self) -> None:
         """Ends the workers, and the servers that were started."""
         self.processes.close()
+
+
+def build_run(
+    settings: Settings,
+    recipe: Recipe,
+    task: Task | None = None,
+    ranks: Ranks | None = None,
+    started: str | None = None,
+    recorded: JsonView | None = None,
+) -> BuiltRun:
+    """Builds the two sides of a run.
+
+    `task` replaces settings.task. `started`: the time at which the run began, if it resumes; chat
+    templates show that date. `recorded`: the digests of the rows that it began with, by place.
+    Collective. Raises SettingsError for data or a model that is missing, does not fit, or has
+    changed.
+    """
+    ranks = ranks or Ranks()
+    with ExitStack() as undo:
+        loaded = load_tasks(settings, task)
+        if ranks.is_first:
+            warn_of_trained_prompts(settings, loaded)
+        records = read_offline_records(settings, recipe)
+        places = digest_places(loaded, records, evaluates=settings.eval.takes_place)
+        with as_settings_error():
+            check_places(recorded or {}, places)
+
+        policy, servers = load_policy_and_servers(settings, loaded, ranks, started, undo)
+        check_same_model(ranks, policy)
+
+        tasks = set_up_tasks(settings, loaded, policy, undo)
+        main = tasks[MAIN_TASK]
+        check_training_prompts(settings, main, policy, ranks)
+        data: Digests = {"places": places, "visited": digest_visited(main.prompts.visited)}
+        offline = build_offline(settings, recipe, policy, records) if records else None
+
+        backend = policy.model.backend
+        trainer = build_trainer(settings, recipe, policy, ranks)
+        # The trainer may have sharded the policy. Only vLLM samples without whole weights here.
+        policy = trainer.policy
+        if trainer.skeleton is not None and not settings.rollout.uses_vllm:
+            policy = fsdp.copy_whole(policy, trainer.skeleton, backend)
+        params = sampling_params(settings, main.episodes)
+        engine = build_sampler(settings, policy, servers, params, ranks)
+        undo.callback(engine.close)
+        evaluator = build_evaluator(settings, policy, engine)
+        weight_check = build_weight_check(trainer.policy, main.prompts, engine)
+        return BuiltRun(
+            settings=settings,
+            tasks=tasks,
+            own_task=task is not None,
+            inputs=Inputs(
+                model_path=settings.model.path,
+                model=fingerprint(trainer.policy.all_weights),
+                model_files=read_model_files(resolve_model(settings.model.path)),
+                data=data,
+            ),
+            trainer=trainer,
+            sampling=Sampling(
+                settings, engine, evaluator, weight_check, main, offline, params, ranks
+            ),
+            processes=undo.pop_all(),
+        )
 
 
 def load_policy_and_servers(

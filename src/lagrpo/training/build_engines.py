@@ -16,7 +16,6 @@ from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rewards.reward import load_function
 from lagrpo.rollout.base import (
     EngineDefaults,
-    Evaluator,
     RolloutEngine,
     SamplingParams,
     WeightCheck,
@@ -29,7 +28,6 @@ from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.rollout.vllm.server import open_servers, wait_until_ready
 from lagrpo.settings.schema import Settings
-from lagrpo.training import fsdp
 from lagrpo.training.build_policy import loading
 from lagrpo.training.checks import server_shares_gpu
 from lagrpo.training.ranks import FirstRankSampler, Ranks
@@ -122,21 +120,19 @@ def public_members(protocol: type) -> dict[str, Any]:
     return {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
 
 
-def build_evaluator(
-    settings: Settings, policy: Policy, trained: Policy, engine: RolloutEngine, ranks: Ranks
-) -> Evaluator:
-    """Returns what samples evaluations: the engine, if it does, else the policy in this process.
-
-    If layers are sharded, `policy` is a whole copy of the `trained` one, which it loads each time.
-    """
+def build_evaluator(settings: Settings, policy: Policy, engine: RolloutEngine) -> RolloutEngine:
+    """Returns what samples evaluations: the engine, if it does, else the policy in this process."""
     if engine.evaluates:
         return engine
-    seed = settings.run.seed
-    max_tokens = settings.rollout.max_completion_length
-    max_num_seqs = settings.rollout.max_num_seqs
-    if ranks.mesh is not None:
-        return fsdp.EvaluationSampler(policy, trained, seed, max_tokens, max_num_seqs)
-    return LocalSampler(policy, seed, max_tokens, max_num_seqs)
+    return sampler_of_policy(settings, policy)
+
+
+def sampler_of_policy(settings: Settings, policy: Policy) -> LocalSampler:
+    """Returns what samples from the policy itself, in this process, for evaluations."""
+    rollout = settings.rollout
+    return LocalSampler(
+        policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs
+    )
 
 
 def build_weight_check(policy: Policy, source: PromptSource, engine: RolloutEngine) -> WeightCheck:

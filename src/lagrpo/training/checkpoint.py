@@ -12,7 +12,7 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import safetensors.torch as safetensors
@@ -20,14 +20,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lagrpo.data.fingerprint import check_visited
+from lagrpo.data.fingerprint import Digests, check_visited
 from lagrpo.errors import SettingsError, as_settings_error, describe_error
 from lagrpo.model.chat import Chat
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checkpoint_files import (
     ROLLOUTS,
     Checkpoint,
@@ -40,8 +39,9 @@ from lagrpo.training.checkpoint_files import (
     write_state,
 )
 from lagrpo.training.master_weights import MergedState
-from lagrpo.training.model_files import check_model_files
+from lagrpo.training.model_files import ModelFiles, check_model_files
 from lagrpo.training.ranks import Ranks
+from lagrpo.training.sampling import Sampling
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind
 
@@ -49,12 +49,25 @@ SYNCED = "synced/"
 """Prefix of the names of `sampling.synced` in trainer.safetensors; the rest is the index."""
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The model and the data of a run, by digests: a run that resumes must have the same."""
+
+    model_path: str
+    model: str  # the fingerprint of the initial weights
+    model_files: ModelFiles  # the entries of the model's other files
+    data: Digests
+    """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
+
+
 # Writing
 
 
 def save_checkpoint(
     folder: Path,
-    components: TrainerComponents,
+    sampling: Sampling,
+    trainer: Trainer,
+    inputs: Inputs,
     loop: LoopState,
     synced: Sequence[Tensor],
     *,
@@ -66,9 +79,7 @@ def save_checkpoint(
     the engine completes its requests first, as `Sampling.finish` says. Collective. Raises
     CheckpointError.
     """
-    sampling = components.sampling
-    trainer = components.trainer
-    ranks = components.ranks
+    ranks = trainer.ranks
     policy_version = trainer.policy.version
 
     if finish:
@@ -104,9 +115,9 @@ def save_checkpoint(
             "pi_ref": reference_version,
         },
         "announced": versions_by_batch,
-        "data": components.data,
-        "model": components.model,
-        "model_files": components.model_files,
+        "data": inputs.data,
+        "model": inputs.model,
+        "model_files": inputs.model_files,
     }
 
     def fill(directory: Path, digests: dict[str, FileDigest]) -> None:
@@ -171,40 +182,43 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def restore_checkpoint(
-    components: TrainerComponents, checkpoint: Checkpoint, changed_sources: Sequence[str] = ()
+    sampling: Sampling,
+    trainer: Trainer,
+    inputs: Inputs,
+    checkpoint: Checkpoint,
+    changed_sources: Sequence[str] = (),
 ) -> LoopState:
-    """Restores newly built components from a checkpoint. Returns the state of the loop.
+    """Restores the newly built sides of a run. Returns the state of the loop.
 
     Each version of the weights goes where it was. The weights that the engine gets are checked as
     after a weight sync. Raises SettingsError if the model or the data is not the run's (its message
     names the code in `changed_sources`), and CheckpointError for files that cannot be read.
     """
     state = checkpoint.state
-    if components.model != state["model"]:
+    if inputs.model != state["model"]:
         raise SettingsError(
-            f"model.path = {components.settings.model.path!r} is not the model "
-            "that the run started with"
+            f"model.path = {inputs.model_path!r} is not the model that the run started with"
         )
     with as_settings_error():
         # Older checkpoints do not have these.
         if "model_files" in state:
-            check_model_files(state["model_files"], components.model_files)
-        check_visited(state["data"]["visited"], components.main.prompts.visited, changed_sources)
-    _load_versions(components, checkpoint)
+            check_model_files(state["model_files"], inputs.model_files)
+        check_visited(state["data"]["visited"], sampling.prompts.visited, changed_sources)
+    _load_versions(checkpoint, sampling, trainer)
     # JSON has only texts as keys.
     versions_by_batch = {int(batch): versions for batch, versions in state["announced"].items()}
     rollouts = checkpoint.path / ROLLOUTS
     with reading(rollouts, VersionError):
-        groups_by_batch = _load_groups(components, rollouts)
-        components.sampling.prefetcher.restore(groups_by_batch, versions_by_batch)
+        groups_by_batch = _load_groups(rollouts, sampling, trainer.policy.chat)
+        sampling.prefetcher.restore(groups_by_batch, versions_by_batch)
     loop: JsonObject = dict(state["loop"])
     loop["prefetched"] = tuple(loop["prefetched"])  # JSON has lists
     return LoopState(**loop)
 
 
-def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> None:
+def _load_versions(checkpoint: Checkpoint, sampling: Sampling, trainer: Trainer) -> None:
     """Loads the weights of π, α and π_ref, each through the trainer's policy."""
-    policy = components.trainer.policy
+    policy = trainer.policy
     versions = checkpoint.state["versions"]
     policy_version = versions["policy"]
     alpha_version = versions["alpha"]
@@ -213,15 +227,16 @@ def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> Non
     # π comes last: it stays in the trainer.
     for version in [*sorted(other_versions), policy_version]:
         if version == policy_version:
-            components.sampling.synced = _load_trainer(components.trainer, checkpoint)
+            sampling.synced = _load_trainer(trainer, checkpoint)
         elif version > 0:  # the new policy has version 0 already
             file = checkpoint.path / weights_file(version)
             with reading(file):
                 policy.load(safetensors.load_file(file), version)
         if version == reference_version:
-            components.trainer.load_reference()
+            trainer.load_reference()
         if version == alpha_version:
-            components.sampling.restore_weights(policy)
+            sampling.engine.sync_weights(policy.weights, version)
+            sampling.weight_check(policy)
 
 
 def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> list[Tensor]:
@@ -234,7 +249,7 @@ def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> list[Tensor]:
     return [state[f"{SYNCED}{index}"] for index in sorted(indices)]
 
 
-def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Group]]:
+def _load_groups(file: Path, sampling: Sampling, chat: Chat) -> dict[int, list[Group]]:
     """Returns this rank's finished groups that wait for their batch, by batch."""
     if not file.exists():
         return {}
@@ -242,13 +257,13 @@ def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Gr
     completions: defaultdict[tuple[int, ...], list[Completion]] = defaultdict(list)
     for row in files.read_table(file):
         address = (row["step"], row["epoch"], row["prompt_id"])
-        completions[address].append(_completion(row, components.trainer.policy.chat))
+        completions[address].append(_completion(row, chat))
     for (batch, _, prompt), sampled in completions.items():
-        if len(sampled) != components.settings.rollout.num_generations:
+        if len(sampled) != sampling.G:
             raise ValueError(f"batch {batch}, prompt {prompt} has {len(sampled)} completions")
     groups: dict[int, list[Group]] = {}
     for batch in sorted({batch for batch, _, _ in completions}):
-        requests = components.sampling.requests(batch)
+        requests = sampling.requests(batch)
         groups[batch] = [
             Group(request.prompt, tuple(completions[request.address]), request.epoch)
             for request in requests

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,11 +31,11 @@ from lagrpo.interrupts import raise_if_asked
 from lagrpo.logs import print_text, redact_values
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
+from lagrpo.model.model import Policy
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import NOT_SCORED, Rewards
-from lagrpo.rollout.base import Evaluator, Request, SamplingParams
+from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
-from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.runs.directory import BEST, Run, check_writable, plain_name
 from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
@@ -46,9 +46,9 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
-from lagrpo.training.build import TrainerComponents
 from lagrpo.training.build_engines import (
     build_weight_check,
+    sampler_of_policy,
     sampling_params,
     start_servers,
     wait_for_shared_gpu,
@@ -98,21 +98,21 @@ class _Measure:
     """independent tries of the metric that a prompt has: one try of pass@k takes k samples"""
 
 
-def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None) -> Evaluation:
-    """Samples completions of the policy that the evaluator samples from, scores and counts them.
+def evaluate(eval_set: EvalSet, engine: RolloutEngine, ranks: Ranks | None = None) -> Evaluation:
+    """Samples completions of the policy that the engine has, scores and counts them.
 
     Each of several ranks does so for its share, unless servers sample for rank 0. Raises
     Interrupted after a group, and RewardError if too many completions of all ranks have no reward.
     Collective.
     """
     ranks = ranks or Ranks()
-    requests = share(evaluator, ranks, eval_set.requests)
+    requests = share(engine, ranks, eval_set.requests)
     reward_pool = eval_set.reward_pool
     # One of several ranks has only a share of the completions, which says little about all.
     max_without_reward = None if ranks.size == 1 else 1.0
     scored: list[Group] = []
     with ranks.sync_interrupts():
-        sampled = evaluator.sample(requests, eval_set.samples, eval_set.params)
+        sampled = engine.sample(requests, eval_set.samples, eval_set.params)
         sampled_groups = (group for _, group in sampled)
         for group in reward_pool.score(sampled_groups, max_without_reward=max_without_reward):
             scored.append(group)
@@ -275,16 +275,20 @@ class Evaluations:
     SettingsError for a set whose prompts do not fit.
     """
 
-    def __init__(self, components: TrainerComponents) -> None:
-        self.components = components
+    def __init__(
+        self, settings: Settings, tasks: Mapping[str, TaskSetup], policy: Policy, ranks: Ranks
+    ) -> None:
+        self.policy = policy
+        self.ranks = ranks
+        self.batches = settings.schedule.batches
+        self.best_metric = settings.eval.best_metric
         self.finished: dict[str, Evaluation] = {}
         self.sets: list[EvalSet] = []
-        settings = components.settings
         if not settings.eval.takes_place:
             return
         named_sets = {set_settings.name: set_settings for set_settings in settings.eval.sets}
         for name, set_settings in (named_sets or {"": EvalSetSettings(name="only")}).items():
-            setup = components.tasks.get(name, components.main)
+            setup = tasks.get(name, tasks[MAIN_TASK])
             self.sets.append(build_eval_set(settings, setup, set_settings, name))
 
     def add(self, name: str, evaluation: Evaluation) -> None:
@@ -303,12 +307,11 @@ class Evaluations:
         Later evaluations are removed, and so are the ones at the end of the run if it is to have
         more batches. Raises ValueError for damaged files, by name.
         """
-        total = self.components.settings.schedule.batches
         finished: dict[str, Evaluation] = {}
         for summary in load_evaluations(run):
             name = summary.pop("name")
             step = summary["step"]
-            is_at_old_end = moment_of(name) == Moment.AFTER and step < total
+            is_at_old_end = moment_of(name) == Moment.AFTER and step < self.batches
             if step > batch or is_at_old_end:
                 for ending in ("json", "parquet"):
                     (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
@@ -321,7 +324,7 @@ class Evaluations:
 
         They are due after a batch, or before or after training.
         """
-        is_between = 0 < batch < self.components.settings.schedule.batches
+        is_between = 0 < batch < self.batches
         due: dict[str, EvalSet] = {}
         for eval_set in self.sets:
             is_its_batch = is_between and eval_set.every and batch % eval_set.every == 0
@@ -331,15 +334,15 @@ class Evaluations:
                 due[name] = eval_set
         return due
 
-    def make(self, name: str, eval_set: EvalSet, evaluator: Evaluator, batch: int) -> Evaluation:
+    def make(self, name: str, eval_set: EvalSet, engine: RolloutEngine, batch: int) -> Evaluation:
         """Evaluates the policy, and compares it with the initial one.
 
-        The evaluator samples from it. Collective.
+        The engine samples from it. Collective.
         """
-        evaluation = evaluate(eval_set, evaluator, self.components.ranks)
+        evaluation = evaluate(eval_set, engine, self.ranks)
         summary: JsonObject = {
             "step": batch,
-            "policy_version": self.components.trainer.policy.version,
+            "policy_version": self.policy.version,
         }
         if eval_set.name:
             summary["set"] = eval_set.name
@@ -382,7 +385,7 @@ class Evaluations:
         `eval.best_metric` says which metric decides. The first of equal policies stays. In a
         resumed run, weights/best may be of a later batch than this one.
         """
-        best_metric = self.components.settings.eval.best_metric
+        best_metric = self.best_metric
         if best_metric is None:
             return None
         value = self._recorded_value(best_metric, batch, moment)
@@ -406,7 +409,7 @@ class Evaluations:
             "best": best_metric,
             "value": value,
             "step": batch,
-            "policy_version": self.components.trainer.policy.version,
+            "policy_version": self.policy.version,
         }
 
     def _recorded_value(
@@ -493,20 +496,17 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
         policy = build_policy(settings.model, rollout.temperature, longest)
         setup = set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
         if servers:
-            params = sampling_params(settings)
-            engine = build_engine(settings, policy, servers, params)
-            evaluator = stack.enter_context(closing(engine))
-            evaluator.sync_weights(policy.weights, policy.version)
+            engine = build_engine(settings, policy, servers, sampling_params(settings))
+            stack.callback(engine.close)
+            engine.sync_weights(policy.weights, policy.version)
             check_weights = build_weight_check(policy, setup.prompts, engine)
             check_weights(policy)
         else:
-            evaluator = LocalSampler(
-                policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs
-            )
+            engine = sampler_of_policy(settings, policy)
         sampled_by = ", ".join(map(str, servers)) or "this process"
         _print_progress(f"computation: {policy.model.computation}; sampling: {sampled_by}")
         eval_set = build_eval_set(settings, setup, EvalSetSettings(name="only"))
-        evaluation = evaluate(eval_set, evaluator)
+        evaluation = evaluate(eval_set, engine)
     for text in evaluation.warnings:
         logger.warning("%s", text)
     summary = {

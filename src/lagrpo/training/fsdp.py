@@ -16,7 +16,7 @@ same order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, cast
 
@@ -30,10 +30,7 @@ from torch.distributed.tensor import DTensor
 from lagrpo.model.backend import Backend
 from lagrpo.model.model import Model, Packed, Policy, Weights, check_weights
 from lagrpo.model.stored import StoredWeights
-from lagrpo.rollout.base import Request, SamplingParams
-from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.master_weights import EXACT, MasterWeights, Span, Start, fill_master
-from lagrpo.types import Group
 
 
 def shard_policy(
@@ -325,19 +322,3 @@ def without_values(lm: Any) -> Any:
         for parameter in lm.parameters()
     }
     return copy.deepcopy(lm, empty_parameters)
-
-
-class EvaluationSampler(LocalSampler):
-    """Samples by `policy`, a whole copy of the sharded policy `source`. `sample` is collective."""
-
-    def __init__(
-        self, policy: Policy, source: Policy, seed: int, max_tokens: int, max_num_seqs: int
-    ) -> None:
-        super().__init__(policy, seed, max_tokens, max_num_seqs)
-        self.source = source
-
-    def sample(
-        self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
-    ) -> Iterator[tuple[Request, Group]]:
-        self.policy.load(self.source.weights, self.source.version)
-        return super().sample(requests, G, params)

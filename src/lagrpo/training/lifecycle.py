@@ -17,6 +17,7 @@ import torch
 from lagrpo import logs
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, drop_closed_terminal
 from lagrpo.model.loading import quiet
+from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.card import CARD, model_card
 from lagrpo.runs.directory import Run, locked
@@ -27,9 +28,9 @@ from lagrpo.settings.stop_rule import StopRule
 from lagrpo.settings.user_loss import keep_sources
 from lagrpo.terminal.display import Display, make_display
 from lagrpo.terminal.text import count_of, finite
-from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build import BuiltRun
 from lagrpo.training.callbacks import Callback, Status, Trackers
-from lagrpo.training.checkpoint import save_checkpoint
+from lagrpo.training.checkpoint import restore_checkpoint, save_checkpoint
 from lagrpo.training.checkpoint_files import prune_checkpoints
 from lagrpo.training.evaluation import Evaluations
 from lagrpo.training.explain import meaning
@@ -57,19 +58,23 @@ class Training:
 
     def __init__(
         self,
-        components: TrainerComponents,
+        built: BuiltRun,
         callbacks: Sequence[Callback] = (),
         earlier: ResumeState | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        self.components = components
-        self.settings = components.settings
-        self.policy = components.trainer.policy
-        self.ranks = components.ranks
+        self.built = built
+        self.settings = built.settings
+        self.sampling = built.sampling
+        self.trainer = built.trainer
+        self.policy = built.trainer.policy
+        self.ranks = built.trainer.ranks
         self.earlier = earlier
         display = make_display() if self.ranks.is_first else Display()
-        self.evaluations = Evaluations(components)
-        self.environment = describe_environment(components, earlier)
+        self.evaluations = Evaluations(self.settings, built.tasks, self.policy, self.ranks)
+        self.environment = describe_environment(
+            self.settings, built.tasks, self.sampling, self.trainer, earlier
+        )
         self.environment["arguments"] = list(arguments)
         self.resume_arguments = list(arguments)
         if callbacks:
@@ -78,15 +83,23 @@ class Training:
             self.store = self.ranks.on_rank0(self.create_run)
         else:
             self.store = earlier.run
-        components.sampling.engine.keep_logs(self.store.path)
+        self.sampling.engine.keep_logs(self.store.path)
 
         all_callbacks: list[Callback] = []
         if self.ranks.is_first:
-            keep_sources(components.trainer.recipe, self.store.path)
+            keep_sources(self.trainer.recipe, self.store.path)
             run_settings = self.settings.run
             trackers = Trackers(run_settings.report_to, run_settings.log_completions)
             all_callbacks = [trackers, *callbacks]
-        self.recorder = Recorder(components, self.store, display, all_callbacks)
+        self.recorder = Recorder(
+            self.settings,
+            Rewards.from_reward(built.main.task.reward),
+            self.trainer.recipe,
+            self.store,
+            display,
+            all_callbacks,
+            is_first=self.ranks.is_first,
+        )
 
         self.checkpoint_folder = self.store.path / "checkpoints"
         self.saved_batch = 0  # of the newest checkpoint
@@ -101,7 +114,7 @@ class Training:
     def create_run(self) -> Run:
         """Makes the directory of a new run."""
         run_settings = self.settings.run
-        task_name = self.components.main.task.name
+        task_name = self.built.main.task.name
         settings = self.settings.model_dump() | {"task": {"name": task_name}}
         return Run.create(
             root=Path(run_settings.output_dir),
@@ -114,7 +127,7 @@ class Training:
     def config(self) -> str:
         """Returns the text of config.toml."""
         text = to_toml(self.settings)
-        return OWN_TASK_COMMENT + text if self.components.own_task else text
+        return OWN_TASK_COMMENT + text if self.built.own_task else text
 
     def set_state(self, loop: LoopState) -> None:
         """Remembers where the run stands after a batch.
@@ -123,7 +136,7 @@ class Training:
         """
         self.loop = loop
         self.version = self.policy.version  # of `loop`: the policy moves on within the next batch
-        self.synced = self.components.sampling.synced
+        self.synced = self.sampling.synced
 
     # From the start to the end
 
@@ -194,11 +207,11 @@ class Training:
         threads = count_of(self.environment["threads"], "thread")
         facts = {
             "computation": f"{self.environment['computation']}, {threads}",
-            "agreement": self.components.sampling.weight_check.agreement,
-            "offline": self.components.sampling.offline,
+            "agreement": self.sampling.weight_check.agreement,
+            "offline": self.sampling.offline,
         }
         return [
-            *meaning(self.settings, self.components.trainer.recipe),
+            *meaning(self.settings, self.trainer.recipe),
             *(f"{name:<11} {fact}" for name, fact in facts.items() if fact is not None),
         ]
 
@@ -206,9 +219,10 @@ class Training:
         """Restores the run at its newest checkpoint, if it has one."""
         loop = resume_run(
             earlier,
-            self.components,
+            partial(restore_checkpoint, self.sampling, self.trainer, self.built.inputs),
             self.evaluations,
             self.recorder,
+            self.ranks,
             self.environment,
             self.config(),
         )
@@ -231,8 +245,8 @@ class Training:
         if not self.has_reached_goal():
             on_gpu = self.policy.device.type == "cuda"
             steps = train_loop(
-                self.components.sampling,
-                self.components.trainer,
+                self.sampling,
+                self.trainer,
                 self.settings.schedule,
                 self.loop,
                 micro_batch_tokens=self.settings.optimizer.tokens_in_micro_batch(on_gpu=on_gpu),
@@ -283,7 +297,7 @@ class Training:
         batch = self.loop.batch
         due = self.evaluations.find_due(batch, moment)
         if due:
-            with self.components.sampling.evaluating(self.policy, self.loop) as evaluator:
+            with self.sampling.evaluating(self.policy, self.loop) as evaluator:
                 for name, eval_set in due.items():
                     self.recorder.announce(f"evaluation ({name})")
                     evaluation = self.evaluations.make(name, eval_set, evaluator, batch)
@@ -315,7 +329,13 @@ class Training:
         self.recorder.announce("checkpoint")
         started = time.monotonic()
         save_checkpoint(
-            self.checkpoint_folder, self.components, self.loop, self.synced, finish=finish
+            self.checkpoint_folder,
+            self.sampling,
+            self.trainer,
+            self.built.inputs,
+            self.loop,
+            self.synced,
+            finish=finish,
         )
         self.saved_batch = batch
         self.saved_at = time.monotonic()
@@ -328,7 +348,7 @@ class Training:
     def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
         """Writes π as it is now. `record` gets a function that fills a directory. Collective."""
         self.recorder.announce("writing weights")
-        save = self.components.gather_policy()
+        save = self.trainer.gather_policy()
         with quiet():
             return self.ranks.on_rank0(lambda: record(save))
 

@@ -61,20 +61,19 @@ def train_loop(
 
         announce("learning")
         version = policy.version
+        updates: list[dict[str, float]] = []
         with clock.measure(Phase.LEARNING):
             max_tokens = sampling.params.max_tokens
             seed = trainer.optimization.seed
             batch = assemble(groups, trainer.recipe, max_tokens, seed, b)  # 12, 13   A_α, weights
             rows = trainer.pack(batch, micro_batch_tokens)
-        with clock.measure(Phase.LOGPROBS):  # while the policy is still π_k
-            rows_left_out = compute_left_out(trainer, sampling.engine, batch, micro_batch_tokens)
-        updates: list[dict[str, float]] = []
-        with clock.measure(Phase.LEARNING):
+            with clock.measure(Phase.LOGPROBS):  # while the policy is still π_k
+                others = compute_left_out(trainer, sampling.engine, batch, micro_batch_tokens)
             for _ in range(schedule.num_iterations):  # 14
                 rows, metrics = trainer.step(rows, in_objective=batch.in_objective)  # 15   Eq. 7, 8
                 updates.append(metrics)
 
-        records = record_completions(batch, [*rows, *rows_left_out], ranks)
+        records = record_completions(batch, [*rows, *others], ranks)
         generated = sum(ranks.gather(sampling.prefetcher.pop_tokens()))
         state = state.after_batch(records.mean_kl())
         yield Step(

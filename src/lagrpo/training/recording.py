@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
+from lagrpo.core.objective import Recipe
 from lagrpo.rewards.reward import Rewards
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import rollout_rows
+from lagrpo.settings.schema import Settings
 from lagrpo.terminal.display import Display
 from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
-from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback, Status
 from lagrpo.training.evaluation import Evaluation
 from lagrpo.training.metrics import Metrics, batch_metrics, completion_columns
@@ -34,14 +35,20 @@ class Recorder:
 
     def __init__(
         self,
-        components: TrainerComponents,
+        settings: Settings,
+        rewards: Rewards,
+        recipe: Recipe,
         run: Run,
         display: Display,
         callbacks: Sequence[Callback],
+        *,
+        is_first: bool,
     ) -> None:
-        self.components = components
-        self.settings = components.settings
-        self.is_first = components.ranks.is_first
+        self.reward_range = settings.task.reward_range
+        self.stage_length = settings.schedule.stage_length
+        self.rewards = rewards
+        self.recipe = recipe
+        self.is_first = is_first
         self.run = run
         self.display = display
         self.callbacks = callbacks
@@ -85,14 +92,12 @@ class Recorder:
         """
         if not self.is_first:
             return {}, []
-        rewards = Rewards.from_reward(self.components.main.task.reward)
-        reward_names = rewards.names
-        reward_range = self.settings.task.reward_range
-        metrics = batch_metrics(step, reward_names, reward_range) | evaluation_metrics
+        reward_names = self.rewards.names
+        metrics = batch_metrics(step, reward_names, self.reward_range) | evaluation_metrics
         rows = list(
             rollout_rows(
                 step.batch.groups,
-                completion_columns(step, self.components.trainer.recipe.eps_std),
+                completion_columns(step, self.recipe.eps_std),
                 step=step.b,
                 policy_version=step.version,
                 rewards=reward_names,
@@ -106,7 +111,7 @@ class Recorder:
         completions = [c for group in step.batch.groups for c in group.completions]
         outcomes = [c.outcome for c in completions if c.outcome is not None]
         # Warnings name the last finished batch. This batch is finished once the loop state says so.
-        self._warn_of_range(rewards.describe_outside(outcomes), step.b - 1)
+        self._warn_of_range(self.rewards.describe_outside(outcomes), step.b - 1)
         return metrics, rows
 
     def _measure_own(self, metrics: JsonView, rows: Sequence[JsonView]) -> Metrics:
@@ -126,7 +131,7 @@ class Recorder:
 
     def _record_syncs(self, step: Step) -> None:
         """Records events of the reference, of the weight sync before the batch, and of servers."""
-        first_of_stage = (step.b - 1) % self.settings.schedule.stage_length == 0
+        first_of_stage = (step.b - 1) % self.stage_length == 0
         if step.stage > 1 and first_of_stage:
             self.record_event("reference_sync", step.b, stage=step.stage)
         if step.reason:

@@ -1,4 +1,4 @@
-"""How a run resumes: its files are checked, its components restored, and its records cut back.
+"""How a run resumes: its files are checked, its two sides restored, and its records cut back.
 
 A run resumes from its newest checkpoint, or begins again if it ended before the first one.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,16 @@ from lagrpo.settings.run_code import TRUST_OPTION, find_code
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import typed_command
 from lagrpo.training.arguments import resume_call
-from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build_tasks import TaskSetup
 from lagrpo.training.changes import find_changes
-from lagrpo.training.checkpoint import restore_checkpoint
 from lagrpo.training.checkpoint_files import Checkpoint, find_checkpoint
 from lagrpo.training.evaluation import Evaluations
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.recording import Recorder
+from lagrpo.training.sampling import Sampling
 from lagrpo.training.sources import collect_sources, find_changed_sources
 from lagrpo.training.torchrun import local_size
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import JsonObject, JsonView
 
 MACHINE = (
@@ -153,12 +154,18 @@ def _remove_after(paths: Mapping[int, Path], last: int) -> None:
             files.remove_directory(path)
 
 
-def describe_environment(components: TrainerComponents, earlier: ResumeState | None) -> JsonObject:
+def describe_environment(
+    settings: Settings,
+    tasks: Mapping[str, TaskSetup],
+    sampling: Sampling,
+    trainer: Trainer,
+    earlier: ResumeState | None,
+) -> JsonObject:
     """Returns environment.json: the run's identity, versions, the machine, and what computes."""
-    policy = components.trainer.policy
-    agreement = components.sampling.weight_check.agreement
-    offline = components.sampling.offline
-    rollout = components.settings.rollout
+    policy = trainer.policy
+    agreement = sampling.weight_check.agreement
+    offline = sampling.offline
+    rollout = settings.rollout
     own_engine = rollout.engine if rollout.has_own_engine else None
     # W&B finds its run by the id, so a run that resumes keeps it.
     identity = None
@@ -168,11 +175,9 @@ def describe_environment(components: TrainerComponents, earlier: ResumeState | N
         "id": identity or secrets.token_hex(8),
         **collect_environment(str(policy.device)),
         "started": policy.chat.started.isoformat(),
-        "sources": collect_sources(
-            policy.chat, components.tasks, components.trainer.recipe, own_engine
-        ),
-        "ranks": components.ranks.size,
-        "strategy": components.settings.distributed.strategy,
+        "sources": collect_sources(policy.chat, tasks, trainer.recipe, own_engine),
+        "ranks": trainer.ranks.size,
+        "strategy": settings.distributed.strategy,
         "computation": policy.model.computation,
         "dtype": str(policy.dtype).removeprefix("torch."),
         "agreement": asdict(agreement) if agreement else None,
@@ -182,14 +187,16 @@ def describe_environment(components: TrainerComponents, earlier: ResumeState | N
 
 def resume_run(
     earlier: ResumeState,
-    components: TrainerComponents,
+    restore: Callable[[Checkpoint, Sequence[str]], LoopState],
     evaluations: Evaluations,
     recorder: Recorder,
+    ranks: Ranks,
     environment: JsonView,
     config: str,
 ) -> LoopState | None:
-    """Restores components and evaluations, and cuts the run's records back to the checkpoint.
+    """Restores the run and its evaluations, and cuts its records back to the checkpoint.
 
+    `restore` restores the two sides; it gets the checkpoint and the names of changed code.
     `environment` and `config` are environment.json and config.toml as they would be now. Returns
     the state of the loop at the checkpoint, or None if the run begins again. Collective. Raises
     SettingsError and CheckpointError.
@@ -206,19 +213,19 @@ def resume_run(
     last_batch = -1  # evaluations of later batches are removed
     if checkpoint is not None:
         recorder.announce("restoring the checkpoint")
-        loop = restore_checkpoint(components, checkpoint, changed_sources)
+        loop = restore(checkpoint, changed_sources)
         batch = loop.batch
         last_batch = checkpoint.batch
-    components.ranks.gather(None)  # all have read the checkpoint
+    ranks.gather(None)  # all have read the checkpoint
 
     with as_settings_error():
         load = partial(evaluations.load, earlier.run, last_batch)
-        finished = components.ranks.on_rank0(load)
+        finished = ranks.on_rank0(load)
     recorder.restore_evaluations(finished)
     for name, evaluation in finished.items():
         evaluations.add(name, evaluation)
 
-    if components.ranks.is_first:
+    if ranks.is_first:
         earlier.cut_back(machine_changes, changed_sources, git=environment["git"])
         recorder.restore_unscored(load_events(earlier.run))
         earlier.run.write_config(config)

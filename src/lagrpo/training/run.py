@@ -1,6 +1,6 @@
 """From the arguments of `lagrpo.train` to a finished run.
 
-`train` checks its arguments and turns them into settings, `run_rank` builds the components
+`train` checks its arguments and turns them into settings, `run_rank` builds the two sides
 (build.py), and `Training` (lifecycle.py) evaluates, trains and saves. Under torchrun every rank
 runs this. Rank 0 has the display, the callbacks and the files.
 """
@@ -41,7 +41,7 @@ from lagrpo.training.arguments import (
     in_memory_arguments,
     name_rewards,
 )
-from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build import build_run
 from lagrpo.training.build_policy import load_prompt_chat
 from lagrpo.training.build_tasks import (
     drop_overlong_rows,
@@ -237,7 +237,7 @@ def run_rank(
     resume: str | None,
     arguments: Sequence[str],
 ) -> Result:
-    """Builds the components of this rank, and runs them.
+    """Builds the run on this rank, and runs it.
 
     `arguments` are names of the arguments of `train` that its settings cannot hold.
     """
@@ -254,7 +254,7 @@ def run_rank(
             earlier = ranks.on_rank0(lambda: ResumeState.find(directory, settings))
             started = earlier.started
             recorded_places = earlier.places
-        components = TrainerComponents.build(
+        built = build_run(
             settings,
             recipe,
             task,
@@ -262,5 +262,5 @@ def run_rank(
             started=started,
             recorded=recorded_places,
         )
-        with closing(components):
-            return Training(components, callbacks, earlier, arguments).run()
+        with closing(built):
+            return Training(built, callbacks, earlier, arguments).run()

@@ -17,7 +17,7 @@ from torch import Tensor
 from lagrpo.data.offline import OfflineData
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy, count_differing, sample_weights
-from lagrpo.rollout.base import Evaluator, Request, RolloutEngine, SamplingParams, WeightCheck
+from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams, WeightCheck
 from lagrpo.rollout.prefetch import Prefetcher, in_order
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
 from lagrpo.settings.schema import Settings
@@ -40,7 +40,7 @@ class Sampling:
         self,
         settings: Settings,
         engine: RolloutEngine,
-        evaluator: Evaluator,
+        evaluator: RolloutEngine,
         weight_check: WeightCheck,
         main: TaskSetup,
         offline: OfflineData | None,
@@ -73,15 +73,15 @@ class Sampling:
 
     # Before a batch
 
-    def decide(self, state: LoopState, further: int = 0) -> SyncDecision:
+    def decide(self, state: LoopState, extra_batches: int = 0) -> SyncDecision:
         """Returns the decision of the schedule for the batch after `state`.
 
         The first batch syncs the initial policy, because the paper leaves α undefined for k < v.
-        The run has `further` batches more than schedule.batches.
+        The run has `extra_batches` more than schedule.batches.
         """
         # With dynamic sampling `every(v)` submits batches one by one.
         prefetch = not self.dynamic_sampling_rounds
-        total = self.batches + further
+        total = self.batches + extra_batches
         decision = self.schedule.next(state, total, self.stage_length, prefetch=prefetch)
         if state.alpha < 0:
             return SyncDecision(decision.batch, SyncReason.START, decision.to_generate)
@@ -123,13 +123,16 @@ class Sampling:
     # A batch
 
     def take(self, state: LoopState) -> list[Group]:
-        """Returns the scored groups of the batch after `state`: those of a file come first.
+        """Returns the scored groups of the batch after `state`: the ones of a file come first.
 
         Groups whose rewards are all equal are replaced, if the settings say so. Collective. Raises
         Interrupted, and RewardError if too many completions of the batch have no reward.
         """
         b = state.batch + 1
-        groups = chain(self._read_offline(b), self.prefetcher.get(b))
+        file_groups: Sequence[Group] = ()
+        if self.offline is not None and self.ranks.is_first:
+            file_groups = self.offline.batch(b, self.offline_prompts)
+        groups = chain(file_groups, self.prefetcher.get(b))
         # One of several ranks scores only a share of the batch, which says little about the batch.
         max_without_reward = None if self.ranks.size == 1 else 1.0
         scored = self._score(self.prompts.batch(b), groups, max_without_reward)
@@ -137,12 +140,6 @@ class Sampling:
         scored = self._replace_zero_variance(state, scored)
         self.engine.before_learning()
         return scored
-
-    def _read_offline(self, b: int) -> Sequence[Group]:
-        """Returns the groups of batch b that come from a file, on rank 0."""
-        if self.offline is None or not self.ranks.is_first:
-            return ()
-        return self.offline.batch(b, self.offline_prompts)
 
     def _score(
         self,
@@ -209,7 +206,7 @@ class Sampling:
     def needs_weights(self, state: LoopState) -> bool:
         """True if the engine will sample from its present weights once more. Collective."""
         # As if the run went on after its last batch: it may be resumed with more batches.
-        decision = self.decide(state, further=self.stage_length)
+        decision = self.decide(state, extra_batches=self.stage_length)
         is_missing_here = self.prefetcher.has_missing(state.prefetched_batches)
         is_missing = any(self.ranks.gather(is_missing_here))
         if state.alpha < 0:  # no weights have been synced yet
@@ -217,34 +214,32 @@ class Sampling:
         samples_before_next_sync = not decision.reason and len(decision.to_generate) > 0
         return is_missing or samples_before_next_sync
 
-    def restore_weights(self, policy: Policy) -> None:
-        """Gives the engine the weights of a checkpoint, checked as after a weight sync."""
-        self.engine.sync_weights(policy.weights, policy.version)
-        self.weight_check(policy)
-
     @contextmanager
-    def evaluating(self, policy: Policy, state: LoopState) -> Generator[Evaluator]:
-        """Returns what samples from π while the body runs. Collective.
+    def evaluating(self, policy: Policy, state: LoopState) -> Generator[RolloutEngine]:
+        """Returns the engine that samples from π while the body runs. Collective.
 
         An engine that evaluates has α. It gets π, checked as after any weight sync, and then gets α
         back if α is to sample more.
         """
-        if self.engine.evaluates:
-            self.prefetcher.finish()
-            restore_afterwards = self.needs_weights(state)
-            with self.engine.temporary_weights(
-                policy.weights, policy.version, restore_afterwards=restore_afterwards
-            ):
-                # The check remembers the weights that it saw. A copy of it does so here, so that
-                # the next weight sync is compared with the last one.
-                check_weights = copy(self.weight_check)
-                check_weights(policy)
-                yield self.evaluator
-        else:
+        if not self.engine.evaluates:
+            # If layers are sharded, it samples from a whole copy of the policy.
+            if self.evaluator.version != policy.version:
+                self.evaluator.sync_weights(policy.weights, policy.version)
             yield self.evaluator
+            return
+        self.prefetcher.finish()
+        restore_afterwards = self.needs_weights(state)
+        with self.engine.temporary_weights(
+            policy.weights, policy.version, restore_afterwards=restore_afterwards
+        ):
+            # The check remembers the weights that it saw. A copy of it does so here, so that the
+            # next weight sync is compared with the last one.
+            check_weights = copy(self.weight_check)
+            check_weights(policy)
+            yield self.engine
 
 
-def share(engine: Evaluator, ranks: Ranks, requests: Sequence[Request]) -> list[Request]:
+def share(engine: RolloutEngine, ranks: Ranks, requests: Sequence[Request]) -> list[Request]:
     """Returns the requests that this rank's engine samples."""
     if engine.samples_on_every_rank:
         return ranks.share(requests)

@@ -56,8 +56,8 @@ class Times:
 class Clock:
     """The clock of a run: seconds of the batch that is being made, by phase.
 
-    Seconds of a phase within another one count for the inner phase alone. Seconds between two
-    batches, such as waiting for tokens that an evaluation interrupts, count for the next batch.
+    Seconds of a phase within another one count for the inner phase alone. Seconds of a phase
+    between two batches, as when a checkpoint waits for tokens, count for the next batch.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class Clock:
         started = perf_counter()
         before = sum(self._seconds.values())
         yield
-        of_inner_phases = sum(self._seconds.values()) - before
-        self._seconds[phase] += perf_counter() - started - of_inner_phases
+        inner_seconds = sum(self._seconds.values()) - before
+        self._seconds[phase] += perf_counter() - started - inner_seconds
 
     def stop(self, generated: int) -> Times:
-        """Ends a batch, while which so many tokens were sampled."""
+        """Ends a batch. `generated` tokens were sampled meanwhile."""
         times = Times(self._seconds, perf_counter() - self._started, generated)
         self._seconds = defaultdict(float)
         return times

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +30,10 @@ from lagrpo.core.kl import ess
 from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.interrupts import raise_if_asked
+from lagrpo.model.files import save_model
 from lagrpo.model.model import Model, Policy
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
-from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy
+from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy, without_values
 from lagrpo.training.master_weights import (
     MOMENTS,
     MasterWeights,
@@ -154,10 +156,12 @@ class Trainer:
         self.optimization = optimization
         self.reference = reference
         self.ranks = ranks or Ranks()
+        self.skeleton: Any = None  # the model of transformers without its numbers, if sharded
         self.masters: MasterWeights
         start = optimization.masters
         seed = optimization.seed
         if self.ranks.mesh is not None:
+            self.skeleton = without_values(policy.model.lm)
             self.policy, self.masters = shard_policy(
                 policy, self.ranks.mesh, self.ranks.group, start, seed
             )
@@ -453,7 +457,24 @@ class Trainer:
         if self.reference is not None:
             self.reference.load(self.policy.weights, self.policy.version)
 
-    # Checkpoints
+    # Checkpoints and weights
+
+    def gather_policy(self) -> Callable[[Path], None]:
+        """Returns a function that writes π as it is now into a directory: a model, or its adapter.
+
+        Rank 0 calls it. Collective.
+        """
+        policy = self.policy
+        skeleton = self.skeleton
+        if skeleton is None:
+            return policy.save
+        whole_weights = self.ranks.gather_whole(policy.weights)
+
+        def save(directory: Path) -> None:
+            save_model(skeleton, directory, whole_weights)
+            policy.chat.save(directory)
+
+        return save
 
     def state(self) -> dict[str, Tensor]:
         """Returns all tensors that decide the next updates, by name: masters, moments, step count.

@@ -152,11 +152,6 @@ class VllmEngine(EngineDefaults):
     def temporary_weights(
         self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
     ) -> Iterator[None]:
-        """Gives the servers π_version for the block, for an evaluation.
-
-        With `restore_afterwards`, they have the weights of the last sync again afterwards. Without
-        it π_version counts as synced.
-        """
         self._wake_up()
         update = self.weights.pack(weights, version)
         if not restore_afterwards:
