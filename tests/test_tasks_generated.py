@@ -41,6 +41,12 @@ def test_arithmetic_train_and_test_are_disjoint_even_with_the_numbers_exchanged(
     assert arithmetic.split(operations, digits, seed) == (train, test)
 
 
+def test_split_seed_keeps_arithmetic_problems_when_the_seed_changes():
+    first, second = (arithmetic.load(seed, split_seed=3) for seed in (0, 1))
+    assert first.rows == second.rows
+    assert arithmetic.load(0).rows != arithmetic.load(1).rows
+
+
 def test_arithmetic_questions_and_answers():
     task = load_task(
         task_settings("arithmetic", options={"operations": ["+", "-", "*"], "digits": 2}), seed=0

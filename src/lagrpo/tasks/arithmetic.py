@@ -30,9 +30,13 @@ def load(
     *,
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",),
     digits: Literal[1, 2, 3, 4] = 1,
+    split_seed: int | None = None,
 ) -> RowTask:
-    """Returns the task with problems of this seed. Operands have up to `digits` digits."""
-    train, test = split(operations, digits, seed)
+    """Returns the task with problems of this seed. Operands have up to `digits` digits.
+
+    With `split_seed`, runs of all seeds have the same training and test problems.
+    """
+    train, test = split(operations, digits, seed if split_seed is None else split_seed)
     return RowTask("arithmetic", {"train": train, "test": test}, _ask, score)
 
 
