@@ -110,11 +110,10 @@ def test_prompt_that_only_dynamic_sampling_can_ask_is_checked_before_the_run(rou
     settings = Settings.model_validate(
         {"schedule": {"batches": 1}, "rollout": {"dynamic_sampling_rounds": rounds}}
     )
-    setup: Any = SimpleNamespace(prompts=prompts)
     not_first: Any = SimpleNamespace(is_first=False)
     problem = pytest.raises(SettingsError, match=f"prompt {order[3]} .*max_prompt_length is 64")
     with problem if rounds else nullcontext():
-        check_training_prompts(settings, setup, tiny_policy(), not_first)
+        check_training_prompts(settings, prompts, tiny_policy(), not_first)
     assert len(prompts.visited) == 2
 
 

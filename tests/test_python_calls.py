@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import datasets
 import pytest
@@ -14,7 +16,9 @@ from sample_rewards import correct
 import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.runs import RunNotFoundError, load_metrics
+from lagrpo.tasks import RowTask, Task
 from lagrpo.tasks.splits import find_splits, read_split
+from lagrpo.types import JsonObject
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
 LIMITS = {
@@ -53,6 +57,71 @@ def test_dry_run_of_missing_data_is_a_settings_error(model, tmp_path):
     task = {"name": "custom", "data": "nosuch.jsonl", "rewards": ["exact"]}
     with pytest.raises(SettingsError, match=re.escape("no file or directory 'nosuch.jsonl'")):
         lagrpo.train(tiny_settings(model, tmp_path, task=task), dry_run=True)
+
+
+def remove_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def remove_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def name_a_missing_shard(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def cut_weights(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+
+
+def problem_of(settings: JsonObject, task: Task | None = None, *, dry_run: bool) -> str:
+    with pytest.raises(SettingsError) as caught:
+        lagrpo.train(settings, task=task, dry_run=dry_run)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (remove_tokenizer, "tokenizer.json"),
+        (remove_weights, "model.safetensors"),
+        (cut_weights, "model.safetensors"),
+        (name_a_missing_shard, "model-00002-of-00002.safetensors"),
+    ],
+)
+def test_dry_run_of_an_incomplete_model_fails_as_the_run_does(model, tmp_path, damage, file):
+    incomplete = tmp_path / "incomplete"
+    shutil.copytree(model, incomplete)
+    damage(incomplete)
+    settings = tiny_settings(incomplete, tmp_path)
+    problem = problem_of(settings, dry_run=True)
+    assert file in problem
+    assert problem_of(settings, dry_run=False) == problem
+
+
+@pytest.mark.parametrize(
+    ("long_prompts", "overlong_prompts"),
+    [("train", "error"), ("test", "error"), ("train", "drop"), ("test", "drop")],
+)
+def test_dry_run_of_prompts_over_the_limit_fails_as_the_run_does(
+    model, tmp_path, long_prompts, overlong_prompts
+):
+    rows = {"train": ["?"] * 4, "test": ["?"] * 2}
+    rows[long_prompts] = ["?" * 100] * 2
+    task = RowTask("lengths", rows, lambda row: (row, row), correct)
+    settings = tiny_settings(model, tmp_path)
+    settings["rollout"]["overlong_prompts"] = overlong_prompts
+    assert problem_of(settings, task, dry_run=True) == problem_of(settings, task, dry_run=False)
+
+
+def test_dry_run_without_a_python_for_vllm_fails(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAGRPO_VLLM_PYTHON", str(tmp_path / "nosuch"))
+    settings = tiny_settings(model, tmp_path, rollout={"engine": "vllm"})
+    assert "nosuch" in problem_of(settings, dry_run=True)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from rich.console import Console
 
@@ -25,7 +26,7 @@ from lagrpo.errors import SettingsError, explain_os_error
 from lagrpo.runs import directory, files, plots
 from lagrpo.runs.comparing import compare
 from lagrpo.runs.directory import Run, default_name
-from lagrpo.runs.environment import collect_environment, git_state
+from lagrpo.runs.environment import collect_environment, git_state, naming_start
 from lagrpo.runs.files import write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.plots import reward_curve
 from lagrpo.runs.reading import (
@@ -555,3 +556,59 @@ def test_state_of_a_repository_runs_no_program_of_its_config(tmp_path, config):
     assert state is not None
     assert state["dirty"] is True
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.fixture
+def moved(tmp_path, monkeypatch) -> Path:
+    """The directory in which a run started; the test runs in another one, with the run in `run`."""
+    start = tmp_path / "start"
+    settings = {
+        "model": {"path": "models/tiny"},
+        "task": {"data": "train.jsonl", "rewards": [{"reward": "scores:length"}]},
+        "offline": {"data": ["old/*.parquet"]},
+    }
+    files_there = ("models/tiny/config.json", "train.jsonl", "scores.py", "old/1.parquet")
+    for name in (*files_there, ".venv-vllm/bin/python"):
+        file = start / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    run = tmp_path / "elsewhere" / "run"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(tomli_w.dumps(settings))
+    (run / "environment.json").write_text(json.dumps({"directory": str(start)}))
+    monkeypatch.chdir(run.parent)
+    return start
+
+
+def problem_elsewhere(problem: str) -> str:
+    with pytest.raises(SettingsError) as caught, naming_start(Path("run")):
+        raise SettingsError(problem)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["models/tiny", "train.jsonl", "scores:length", "old/*.parquet", ".venv-vllm/bin/python"],
+)
+def test_error_about_a_relative_path_names_the_directory_in_which_the_run_started(moved, name):
+    assert str(moved) in problem_elsewhere(f"no {name!r} here")
+
+
+def test_error_about_something_else_does_not_name_the_directory_of_the_start(moved):
+    assert str(moved) not in problem_elsewhere("schedule.batches = 0")
+
+
+def test_file_of_another_directory_with_the_name_of_the_runs_file_is_reported(moved, caplog):
+    Path("train.jsonl").touch()
+    with naming_start(Path("run")):
+        pass
+    assert "train.jsonl" in caplog.text
+    assert str(moved) in caplog.text
+
+
+def test_nothing_is_reported_in_the_directory_in_which_the_run_started(moved, monkeypatch, caplog):
+    run = Path("run").absolute()
+    monkeypatch.chdir(moved)
+    with naming_start(run):
+        pass
+    assert not caplog.text

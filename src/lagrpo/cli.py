@@ -41,6 +41,7 @@ from lagrpo.env import env
 from lagrpo.errors import SettingsError, explain_os_error, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import print_text, redact
+from lagrpo.runs.environment import naming_start
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
 from lagrpo.settings.load import PRESETS, load_settings
 from lagrpo.settings.of_run import config_of_weights, settings_for_eval
@@ -275,6 +276,7 @@ def train(words: list[str]) -> None:
         return
     settings = load_settings(arguments.file, changes, arguments.resume)
     from lagrpo.training.arguments import check_arguments
+    from lagrpo.training.changes import find_run
     from lagrpo.training.checks import check_settings
     from lagrpo.training.epochs import with_batches
 
@@ -283,8 +285,9 @@ def train(words: list[str]) -> None:
         config = Path(arguments.resume, "config.toml")
         check_run_code(settings, config, named=changes, cure=trusting("train", words))
     # `run.train` makes these checks, too: made here, they fail before all of torch has loaded.
-    settings = with_batches(settings)
-    check_settings(settings, resume=arguments.resume)
+    with naming_start(find_run(settings, arguments.resume)):
+        settings = with_batches(settings)
+        check_settings(settings, resume=arguments.resume)
     from lagrpo.training import run
 
     with exit_on(*run.FAILURES):
@@ -347,12 +350,13 @@ def evaluate(words: list[str]) -> None:
         check_run_code(settings, config, named=changes, cure=trusting("eval", words))
     from lagrpo.training.checks import check_evaluation
 
-    check_evaluation(settings)
-    from lagrpo.training.evaluation import evaluate_model
-    from lagrpo.training.run import FAILURES
+    with naming_start(None if config is None else config.parent):
+        check_evaluation(settings)
+        from lagrpo.training.evaluation import evaluate_model
+        from lagrpo.training.run import FAILURES
 
-    with exit_on(*FAILURES):
-        evaluate_model(settings)
+        with exit_on(*FAILURES):
+            evaluate_model(settings)
 
 
 def trusting(command: str, words: Sequence[str]) -> str:

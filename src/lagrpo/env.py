@@ -11,7 +11,7 @@ from pathlib import Path
 from lagrpo import logs
 from lagrpo.errors import one_line
 from lagrpo.logs import print_text
-from lagrpo.machine import read_quota, usable_cores
+from lagrpo.machine import VLLM_PYTHON, read_quota, usable_cores
 from lagrpo.runs.environment import cpu_model, package_version
 
 NEEDED = ("lagrpo", "torch", "transformers", "datasets", "numpy")
@@ -117,7 +117,7 @@ def look_at_kernels() -> Lines:
 
 def look_at_vllm() -> Lines:
     """Yields the first vLLM of the environments of $LAGRPO_VLLM_PYTHON, .venv-vllm and this one."""
-    pythons = [os.environ.get("LAGRPO_VLLM_PYTHON"), ".venv-vllm/bin/python", sys.executable]
+    pythons = [os.environ.get("LAGRPO_VLLM_PYTHON"), VLLM_PYTHON, sys.executable]
     for name in pythons:
         if not name:
             continue

@@ -34,6 +34,10 @@ TORCHRUN = re.compile(
 """Variables by which torchrun tells a process its place among the others."""
 
 
+VLLM_PYTHON = ".venv-vllm/bin/python"
+"""The Python that has vLLM, unless $LAGRPO_VLLM_PYTHON names another one."""
+
+
 def cache_directory() -> Path:
     """Returns the directory of files made once per machine: converted models, kernels.
 

@@ -40,9 +40,9 @@ class PromptSource:
         self.seed = seed
         self.N = N
         self.max_prompt_tokens = max_prompt_tokens
+        self.episodes = episodes
         # Digests of the prompts that the run visits, in their order; `check` fills the list.
         self.visited: list[dict[str, str]] = []
-        self._episodes = episodes
         # The environment's first messages for prompt (split, index).
         self._openings: dict[tuple[str, int], tuple[JsonView, ...]] = {}
         self._has_warned = False
@@ -146,16 +146,16 @@ class PromptSource:
         try:
             prompt = self.task.prompt(split, index)
             label = name_prompt(self.task, split, index, prompt)
-            if self._episodes is not None:
-                prompt = self._open(self._episodes, prompt, split, index)
-                tools = self._episodes.tools
+            if self.episodes is not None:
+                prompt = self._open(self.episodes, prompt, split, index)
+                tools = self.episodes.tools
             prompt = self.chat.tokenize(prompt, tools)
         except ValueError as error:
             raise SettingsError(f"{label}: {error}") from error
 
         num_tokens = len(prompt.token_ids)
         if num_tokens > self.max_prompt_tokens:
-            if self._episodes is None:
+            if self.episodes is None:
                 cure = "rollout.overlong_prompts = 'drop' drops it"
             else:
                 cure = "raise it (overlong_prompts drops no prompts of an environment)"

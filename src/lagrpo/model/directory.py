@@ -70,7 +70,7 @@ def naming_damage(directory: str | Path, what: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{directory} needs code of its own (auto_map in its config), which lagrpo does "
+                f"{directory} brings its own code (auto_map in its config), which lagrpo does "
                 "not run: use a model whose code is in transformers"
             ) from error
         if Path(directory).is_dir():
@@ -82,19 +82,20 @@ def check_whole(directory: Path) -> None:
     """Raises ValueError for the first file of a model directory that is missing or damaged."""
     for file in _files(directory, *TEXTS):
         _check_text(file)
-    _check_weights(directory)
-    _check_shards(directory)
+    check_weights(directory)
     if not any(_files(directory, *TOKENIZERS)):
         raise ValueError(f"{directory} has no tokenizer.json: copy it from the model's source")
 
 
-def _check_weights(directory: Path) -> None:
+def check_weights(directory: Path) -> None:
+    """Raises ValueError for files of weights that are missing or damaged."""
     weights = list(_files(directory, *WEIGHTS))
     if not weights:
         _check_not_pickled(directory, *WEIGHTS)
         raise ValueError(f"{directory} has no model.safetensors: {AGAIN}")
     for file in weights:
         _check_safetensors(file)
+    _check_shards(directory)
 
 
 def _check_not_pickled(directory: Path, *weights: str) -> None:
@@ -110,7 +111,8 @@ def _check_not_pickled(directory: Path, *weights: str) -> None:
 def _check_shards(directory: Path) -> None:
     """Raises ValueError if a file of weights is missing that the index names."""
     index = directory / "model.safetensors.index.json"
-    if not index.exists():
+    # transformers reads a whole file rather than shards.
+    if not index.exists() or (directory / "model.safetensors").exists():
         return
     shard_of_weight = parse_json_object(index.read_bytes()).get("weight_map")
     if not isinstance(shard_of_weight, dict):
@@ -147,7 +149,7 @@ def _check_sizes(directory: Path) -> None:
 
 
 def _weight_shapes(directory: Path) -> list[list[int]]:
-    """Returns the shapes of all weights of a model, without those of damaged files."""
+    """Returns the shapes of a model's weights, leaving out damaged files."""
     from safetensors import SafetensorError, safe_open
 
     shapes: list[list[int]] = []

@@ -20,7 +20,7 @@ from lagrpo.errors import as_settings_error, describe_error, one_line, one_line_
 from lagrpo.model import attention
 from lagrpo.model.attention import Shape
 from lagrpo.model.backend import Backend, Choice
-from lagrpo.model.directory import naming_damage
+from lagrpo.model.directory import check_weights, naming_damage
 from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.files import TOKENIZER_CONFIG, find_source, load_tokenizer
 from lagrpo.model.layout import Packed
@@ -100,6 +100,28 @@ def open_policy(
     return replace(policy, weights=weights)
 
 
+def outline_policy(
+    path: str,
+    dtype: torch.dtype,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Policy:
+    """Returns the policy of a hub id or a directory, with its weights on the meta device.
+
+    It renders prompts as `load_policy` does. Raises ValueError or OSError, also for files of
+    weights that are missing or damaged.
+    """
+    tokenizer = check_files(path)
+    with naming_damage(path, _advice()):
+        lm = _make_empty_model(path, dtype)
+    # With this entry, transformers reads another file.
+    names_other_file = getattr(lm.config, "transformers_weights", None) is not None
+    if Path(path).is_dir() and not names_other_file:
+        check_weights(Path(path))
+    backend = Backend(torch.device("meta"), dtype)
+    return _make_policy(lm, tokenizer, 1.0, chat_template, backend, template_kwargs)
+
+
 def _make_policy(
     lm: Any,
     tokenizer: Any,
@@ -160,7 +182,7 @@ def _make_empty_model(path: str, dtype: torch.dtype) -> Any:
             attn_implementation=attention.NAME,
             trust_remote_code=False,
         )
-    # init_empty_weights gives every name of a tied weight a parameter of its own.
+    # init_empty_weights makes one parameter for each name of a tied weight.
     lm.tie_weights()
     # Without the file, the model has made a generation config from config.json.
     with suppress(OSError):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import glob
+import logging
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lagrpo.errors import parse_json_object
+from lagrpo.errors import SettingsError, parse_json_object
 from lagrpo.logs import HIDDEN, redact_values
-from lagrpo.machine import usable_cores
+from lagrpo.machine import VLLM_PYTHON, usable_cores
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.types import JsonObject, JsonView
+
+logger = logging.getLogger("lagrpo")
 
 FILE = "environment.json"
 PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
@@ -72,6 +78,57 @@ def read_environment(run: Path) -> JsonObject:
     except ValueError as error:
         cure = "remove it to resume as on another machine"
         raise ValueError(f"{file} is damaged ({error}): {cure}") from error
+
+
+@contextmanager
+def naming_start(run: Path | None) -> Iterator[None]:
+    """Names the directory in which a run started if what the body looks for may lie there.
+
+    Relative paths and modules in config.toml meant that directory. A SettingsError about one that
+    is not here gets a sentence on it; a file of the same name here gets a warning. Without a run,
+    nothing is named.
+    """
+    start = None
+    if run is not None:
+        start = read_environment(run).get("directory")
+    if run is None or start is None or Path(start) == Path.cwd():
+        yield
+        return
+    names = list(_relative_names(run))
+    for _, file in names:
+        there = os.path.join(start, file)
+        if os.path.isfile(file) and os.path.isfile(there) and not os.path.samefile(file, there):
+            logger.warning("%s: this directory's is read; the run used another, in %s", file, start)
+    try:
+        yield
+    except SettingsError as error:
+        for text, file in names:
+            is_missing = text in str(error) and not os.path.exists(file)
+            if is_missing and glob.glob(os.path.join(glob.escape(start), file)):
+                problem = str(error).rstrip(".")
+                raise SettingsError(
+                    f"{problem}. The run started in {start}, which has {file}: go there first"
+                ) from error
+        raise
+
+
+def _relative_names(run: Path) -> Iterator[tuple[str, str]]:
+    """Yields the texts of config.toml that may name relative paths or modules, with the file."""
+    config = (run / "config.toml").read_text(encoding="utf-8")
+    values: list[object] = [tomllib.loads(config), VLLM_PYTHON]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, str) and value and not os.path.isabs(os.path.expanduser(value)):
+            yield value, value
+            # "package.module:name", or "gym:package.module:name"
+            module = value.rpartition(":")[0].rpartition(":")[2].replace(".", "/")
+            if module:
+                yield value, f"{module}.py"
+                yield value, f"{module}/__init__.py"
 
 
 def git_state(directory: Path) -> JsonObject | None:

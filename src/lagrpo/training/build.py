@@ -102,7 +102,7 @@ def build_run(
 
         tasks = set_up_tasks(settings, loaded, policy, undo)
         main = tasks[MAIN_TASK]
-        check_training_prompts(settings, main, policy, ranks)
+        check_training_prompts(settings, main.prompts, policy, ranks)
         data: Digests = {"places": places, "visited": digest_visited(main.prompts.visited)}
         offline = build_offline(settings, recipe, policy, records) if records else None
 

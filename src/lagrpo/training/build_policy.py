@@ -22,6 +22,7 @@ from lagrpo.model.loading import (
     load_config,
     load_policy,
     open_policy,
+    outline_policy,
     quiet,
 )
 from lagrpo.model.lora import Lora, load_adapter_config
@@ -81,6 +82,19 @@ def build_policy(
             "than the model's weights; a copy by save_pretrained of transformers avoids that"
         )
     return policy
+
+
+def build_outline(model: ModelSettings, longest: int) -> Policy:
+    """Returns the policy without its weights, for sequences of `longest` tokens.
+
+    Raises SettingsError as `build_policy`, except for what only the numbers of the weights show.
+    """
+    dtype = getattr(torch, pick_dtype(model.dtype, pick_device())[0])
+    template = chat_template(model)
+    with loading(model):
+        path = resolve_model(model.path)
+        check_context(load_config(path), longest)
+        return outline_policy(path, dtype, template, model.chat_template_kwargs)
 
 
 def load_prompt_chat(model: ModelSettings) -> Chat:

@@ -20,6 +20,7 @@ from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import Task, complete_task, drop_overlong, environment_of, load_task
 from lagrpo.tasks.data import prompt_keys
 from lagrpo.tasks.files import Row
@@ -60,14 +61,6 @@ def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
                 check_answer(set_task, eval_set.task.answer_column)
                 tasks[eval_set.name] = set_task
     return tasks
-
-
-def drop_overlong_rows(
-    settings: Settings, tasks: Mapping[str, Task], chat: Chat
-) -> dict[str, Task]:
-    """Returns tasks without rows that `rollout.overlong_prompts` drops. Raises SettingsError."""
-    with as_settings_error("task"):
-        return {name: drop_overlong(task, settings.rollout, chat) for name, task in tasks.items()}
 
 
 def check_answer(task: Task, answer_column: str | None) -> None:
@@ -123,46 +116,63 @@ def set_up_tasks(
     `undo` ends the workers and environments. Raises SettingsError.
     """
     setups: dict[str, TaskSetup] = {}
+    for name, prompts in build_prompts(settings, tasks, policy, undo).items():
+        task = prompts.task
+        deadline = task_settings_of(settings, name).reward_timeout
+        with as_settings_error("task"):
+            reward_pool = undo.enter_context(RewardPool(task.reward, deadline=deadline))
+        setups[name] = TaskSetup(task, prompts, reward_pool, prompts.episodes)
+    return setups
+
+
+def build_prompts(
+    settings: Settings, tasks: Mapping[str, Task], policy: Policy, undo: ExitStack
+) -> dict[str, PromptSource]:
+    """Returns the prompts of tasks, without the rows that `rollout.overlong_prompts` drops.
+
+    `undo` ends the environments. Raises SettingsError.
+    """
+    sources: dict[str, PromptSource] = {}
     sampling = settings.rollout
     sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
-    task_settings_by_name = {
-        eval_set.name: eval_set.task for eval_set in settings.eval.sets if eval_set.task is not None
-    }
     for name, task in tasks.items():
-        task_settings = task_settings_by_name.get(name, settings.task)
-        episodes = build_episodes(settings, task_settings, task, policy.chat)
+        episodes = build_episodes(settings, task_settings_of(settings, name), task, policy.chat)
         if episodes is not None:
             undo.enter_context(episodes.pool)
         with as_settings_error("task"):
-            fitting_task = drop_overlong(task, sampling, policy.chat)
-            prompts = PromptSource(
-                fitting_task,
+            sources[name] = PromptSource(
+                drop_overlong(task, sampling, policy.chat),
                 policy,
                 settings.run.seed,
                 sampled_prompts,
                 sampling.max_prompt_length,
                 episodes,
             )
-            reward_pool = RewardPool(fitting_task.reward, deadline=task_settings.reward_timeout)
-            undo.enter_context(reward_pool)
-        setups[name] = TaskSetup(fitting_task, prompts, reward_pool, episodes)
-    return setups
+    return sources
+
+
+def task_settings_of(settings: Settings, name: str) -> TaskSettings:
+    """Returns the settings of a task of `load_tasks`: of an evaluation set, or of the run."""
+    for eval_set in settings.eval.sets:
+        if eval_set.name == name and eval_set.task is not None:
+            return eval_set.task
+    return settings.task
 
 
 def check_training_prompts(
-    settings: Settings, main: TaskSetup, policy: Policy, ranks: Ranks
+    settings: Settings, prompts: PromptSource, policy: Policy, ranks: Ranks
 ) -> None:
     """Raises SettingsError if a prompt of the run does not fit.
 
     The first rank warns of a reward `format` that no completion can get.
     """
     with as_settings_error("task"):
-        main.prompts.check(
+        prompts.check(
             settings.schedule.batches, has_extra=settings.rollout.dynamic_sampling_rounds > 0
         )
         if ranks.is_first:
-            first_prompt = main.prompts.check_prompts(1)[0].prompt
-            warn_of_formats(main.task.reward, first_prompt, policy.chat)
+            first_prompt = prompts.check_prompts(1)[0].prompt
+            warn_of_formats(prompts.task.reward, first_prompt, policy.chat)
 
 
 def warn_of_formats(reward: RewardFunction | Rewards, prompt: Prompt, chat: Chat) -> None:

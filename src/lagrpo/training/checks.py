@@ -228,7 +228,7 @@ def check_sleep(settings: Settings) -> None:
         return
     if world_size() > 1:
         raise SettingsError(
-            "vllm.sleep is for one process: with several, the server has GPUs of its own"
+            "vllm.sleep is for one process: several processes need other GPUs than the server"
         )
     if not server_shares_gpu(settings):
         raise SettingsError(

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from lagrpo.errors import SettingsError, as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
+from lagrpo.runs.environment import naming_start
 from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.settings.of_run import config_of_weights, settings_for_eval
 from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, check_run_code
@@ -68,9 +69,9 @@ def evaluate(
             cure=f"pass {TRUST_ARGUMENT}",
             unused=[setting for name in replaced for setting in ARGUMENTS[name]],
         )
-    with as_settings_error():
-        task = task or build_task(loaded, data, rewards)
-    with interruptible():
+    with naming_start(None if config is None else config.parent), interruptible():
+        with as_settings_error():
+            task = task or build_task(loaded, data, rewards)
         return evaluate_model(name_rewards(loaded, task), task)
 
 

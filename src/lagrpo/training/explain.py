@@ -55,7 +55,7 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
 def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task]) -> None:
     """Prints for a dry run what the settings mean as comments, and those that differ as TOML.
 
-    `tasks` are those of `load_tasks`. Of the processes of torchrun, only the first prints.
+    `tasks`: what `load_tasks` returned. Only the first process of torchrun prints.
     """
     if read_count("RANK", default=0) > 0:
         return

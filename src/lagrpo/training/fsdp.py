@@ -180,7 +180,7 @@ def allocate(module: nn.Module, lm: Any, device: torch.device) -> None:
     module.to_empty(device=device)
     for name, buffer in lm.named_buffers():
         buffer.copy_(buffers[name])
-    # `to_empty` gives every name of a tied weight a parameter of its own.
+    # `to_empty` makes one parameter for each name of a tied weight.
     lm.tie_weights()
 
 

@@ -29,6 +29,7 @@ from lagrpo.rollout.base import WeightSyncError
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.directory import locked
+from lagrpo.runs.environment import naming_start
 from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, check_run_code
 from lagrpo.settings.schema import Settings
@@ -42,18 +43,11 @@ from lagrpo.training.arguments import (
     name_rewards,
 )
 from lagrpo.training.build import build_run
-from lagrpo.training.build_policy import load_prompt_chat
-from lagrpo.training.build_tasks import (
-    drop_overlong_rows,
-    load_tasks,
-    read_offline_records,
-    warn_of_trained_prompts,
-)
 from lagrpo.training.callbacks import Callback
 from lagrpo.training.changes import find_run, recorded_threads
 from lagrpo.training.checks import check_settings
+from lagrpo.training.dry_run import explain_run
 from lagrpo.training.epochs import with_batches
-from lagrpo.training.explain import print_meaning
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resuming import ResumeState
@@ -144,29 +138,25 @@ def train(
             )
     resume_arguments = in_memory_arguments(task, data, rewards, loss)
 
-    with as_settings_error():
-        task = task or build_task(source, data, rewards)
-    resolved = name_rewards(with_batches(source, task), task)
-    recipe = check_settings(resolved, task, resume_from, loss)
-    if dry_run:
-        tasks = load_tasks(resolved, task)
-        if resolved.rollout.overlong_prompts == "drop":
-            tasks = drop_overlong_rows(resolved, tasks, load_prompt_chat(resolved.model))
-        warn_of_trained_prompts(resolved, tasks)
-        read_offline_records(resolved, recipe)
-        print_meaning(resolved, recipe, tasks)
-        run = find_run(resolved, resume_from)
-        run = run or Path(resolved.run.output_dir, resolved.run.name or "")
-        return Result(run, None, None, None, 0, 0, None)
-    return run_in_process(
-        resolved,
-        recipe,
-        task,
-        callbacks,
-        device=device,
-        resume=resume_from,
-        arguments=resume_arguments,
-    )
+    with naming_start(find_run(source, resume_from)):
+        with as_settings_error():
+            task = task or build_task(source, data, rewards)
+        resolved = name_rewards(with_batches(source, task), task)
+        recipe = check_settings(resolved, task, resume_from, loss)
+        if dry_run:
+            explain_run(resolved, recipe, task)
+            run = find_run(resolved, resume_from)
+            run = run or Path(resolved.run.output_dir, resolved.run.name or "")
+            return Result(run, None, None, None, 0, 0, None)
+        return run_in_process(
+            resolved,
+            recipe,
+            task,
+            callbacks,
+            device=device,
+            resume=resume_from,
+            arguments=resume_arguments,
+        )
 
 
 def run_in_process(

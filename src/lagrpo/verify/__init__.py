@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text
+from lagrpo.runs.environment import naming_start
 from lagrpo.tasks import Task
 from lagrpo.verify import metric_checks, row_checks, shifts, task_checks, tokens
 from lagrpo.verify.record import Difference, RecordedRun, Report
@@ -40,7 +41,7 @@ def verify_run(
     """
     recorded = RecordedRun(run, task, trust_run_code=trust_run_code)
     problem = f"{recorded.path} cannot be replayed: a value is missing"
-    with as_settings_error(problem, KeyError, TypeError):
+    with naming_start(recorded.path), as_settings_error(problem, KeyError, TypeError):
         task_checks.check_rewards(recorded, task)
         readings = tokens.read_rows(recorded, count, seed)
         tokens.check_tokens(recorded, readings)

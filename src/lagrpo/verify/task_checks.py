@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.files import load_tokenizer
 from lagrpo.rewards.pool import RewardPool
@@ -55,7 +56,8 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
         return
     settings = run.settings
     if task is None:
-        task = load_task(settings.task, settings.run.seed)
+        with as_settings_error():
+            task = load_task(settings.task, settings.run.seed)
     else:
         task = complete_task(task, settings.task.tools)
     make_environment = environment_of(task)

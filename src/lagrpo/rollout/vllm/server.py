@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.logs import print_text, redact
-from lagrpo.machine import drop_own, drop_torchrun
+from lagrpo.machine import VLLM_PYTHON, drop_own, drop_torchrun
 from lagrpo.model.embedded import check_path, resolve_model
 from lagrpo.rollout.vllm.client import HOW_TO_START, KEY, SamplerError, VllmClient
 from lagrpo.settings.schema import Settings
@@ -49,8 +49,8 @@ EXTENSION = "lagrpo_extension.Worker"
 MIDDLEWARE = "lagrpo_extension.RequireKey"
 # The largest ranks of adapters that vLLM 0.32 can be started with.
 LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)
-# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter on
-# the head.
+# All layers but the head: with an adapter on the head, vLLM 0.32 crashes when it computes log-probs
+# of a prompt.
 LORA_LAYERS = (
     "q_proj",
     "k_proj",
@@ -321,7 +321,7 @@ def start_server(settings: Settings, longest: int, *, shares_gpu: bool = False) 
 
 def find_python() -> str:
     """Returns the path of the Python that has vLLM. Raises ValueError if there is none."""
-    path = Path(os.environ.get(PYTHON) or ".venv-vllm/bin/python").expanduser().absolute()
+    path = Path(os.environ.get(PYTHON) or VLLM_PYTHON).expanduser().absolute()
     if not path.is_file():
         raise ValueError(f"no Python with vLLM at {path}: {GET_PYTHON}")
     if not os.access(path, os.X_OK):
