@@ -89,7 +89,7 @@ class OutcomeKind(StrEnum):
     UNSCORED = "unscored"
     """its answer could not be scored"""
     FAILED = "failed"
-    """the sampler died"""
+    """the sampler crashed"""
 
 
 class ExcludedReason(StrEnum):
@@ -128,7 +128,7 @@ class Outcome:
         answered  an episode that is still to be scored
         scored    it has a reward
         unscored  its answer could not be scored
-        failed    the rollout engine died
+        failed    the rollout engine crashed
 
     Only scored completions enter group statistics and the loss; a failure is never a reward of 0.
     """
@@ -261,8 +261,7 @@ class Result:
     """The result of `lagrpo.train`."""
 
     run: Path
-    """the run's directory; after a dry run the directory that a run would be written to, or in
-    which it would get one with a name of its own"""
+    """the run's directory; after a dry run without run.name, the directory that would hold it"""
     before: dict[str, Any] | None
     """summary of the first evaluation set before training, such as before["pass@1"] (0 to 1), with
     before["pass@1_low"] and before["pass@1_high"]"""

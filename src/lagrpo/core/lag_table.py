@@ -21,7 +21,7 @@ HOLDS = 0.6
 """A recipe holds if it keeps this share of the area of the best method at lag 0 on both tasks.
 
 Its mean over the seeds counts, without regard to the interval, at a learning rate at which no seed
-died.
+collapsed.
 """
 
 
@@ -37,7 +37,7 @@ class Measured:
     seeds: int
     best_learning_rate: float
     living_learning_rates: tuple[float, ...]
-    """the learning rates at which no seed died"""
+    """the learning rates at which no seed collapsed"""
 
     @property
     def lower_end(self) -> float:
@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def holds(self) -> bool:
-        """True if enough of the area is kept, at a learning rate at which no seed died."""
+        """True if enough of the area is kept, at a learning rate at which no seed collapsed."""
         return self.kept >= HOLDS and self.best_learning_rate in self.living_learning_rates
 
 
@@ -113,8 +113,8 @@ def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
     """The smallest measured lag that is not below `staleness`, and the best of its recipes.
 
     Returns the largest measured lag if all are below. The recipes, at most `count`, hold up to that
-    lag. First come those that live at most learning rates on both tasks; among these, those that
-    keep most for certain: by the lower end of the interval, on the task that is worse for them.
+    lag. They are sorted by the number of learning rates without a collapse on both tasks, then by
+    the lower end of the interval on the worse task.
     The list is empty if none holds.
     """
     all_lags = sorted({lag for recipe in load_table() for lag in measured_lags(recipe)})

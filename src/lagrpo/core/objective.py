@@ -38,8 +38,8 @@ class Derivative:
     gradient_T: Tensor
     """[T] d loss / d log pi"""
     clipped_T: Tensor
-    """[T] True for a clipped, masked or filtered token: the surrogate gives it no gradient, except
-    that of a regularizer"""
+    """[T] True for a clipped, masked or filtered token: the surrogate gives it no gradient, only a
+    regularizer may"""
     filtered_T: Tensor
     """[T] True where a filter drops the token"""
     kl_T: Tensor
@@ -183,10 +183,10 @@ class Recipe:
         )
 
     def _is_clipped(self, x: LossInputs, weight_T: Tensor, surrogate_gradient_T: Tensor) -> Tensor:
-        """True for tokens to which the surrogate gives no gradient of its own, [T].
+        """True for tokens to which the surrogate itself gives no gradient, [T].
 
-        A regularizer of `reinforce` also has a gradient where the mask cuts that of the reward, so
-        the surrogate is differentiated without it.
+        A regularizer of `reinforce` also has a gradient where the mask cuts the reward's, so the
+        surrogate is differentiated without it.
         """
         surrogate = self.surrogate
         if surrogate.function is not reinforce or surrogate.knobs["regularizer"] is None:

@@ -60,7 +60,7 @@ def _check_direction(recipe: Recipe, x: inputs.LossInputs) -> None:
             f"{name}: the gradient does not depend on the advantage, so rewards would not matter: "
             "multiply by x.advantage"
         )
-    # `_gradient` is that of the loss, which is minus the value.
+    # `_gradient` is the loss's gradient, and the loss is minus the value.
     if bool((_gradient(recipe, at_alpha) * at_alpha.advantage).sum() > 0):
         raise ValueError(
             f"{name}: raises the probability of completions with a negative advantage. "

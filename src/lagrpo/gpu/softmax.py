@@ -106,8 +106,8 @@ def _token_logp_kernel(
         total_before = total
         largest, total, rise, scale = _add_block(largest, total, largest_of_block, sum_of_block)
         if ENTROPY:
-            # An impossible token has e = 0 and gap = -inf, whose product would be NaN. A block
-            # without a possible token has scale = 0 and an infinite rise, likewise.
+            # An impossible token has e = 0 and gap = -inf, whose product would be NaN. So would
+            # be a block without a possible token, with scale = 0 and an infinite rise.
             moment_of_block = tl.sum(tl.where(e == 0, 0.0, e * gap), 0)
             # If m rises by r, then M becomes scale · (M - r S).
             moved = tl.where(scale == 0, 0.0, scale * (moment - rise * total_before))

@@ -169,8 +169,8 @@ def attend_varlen(
     Its causal mask is aligned to the end of each segment's keys.
     """
     query_offsets, key_offsets = layout.offsets
-    # The operation under PyTorch's `varlen_attn`. Its gradient is C++; that of `varlen_attn` is
-    # Python, which takes the host as long as the kernel takes the GPU.
+    # The operation under PyTorch's `varlen_attn`. Its gradient is C++. The gradient
+    # of `varlen_attn` is Python, which takes the host as long as the kernel takes the GPU.
     return torch.ops.aten._flash_attention_forward(
         query.contiguous(),
         seen_key,

@@ -564,7 +564,7 @@ class Chat:
             return hidden_key is not None
         if rendered_text != text:
             logger.warning(
-                "%s has the special token %s, and is asked as %.300r. If it was rendered before, "
+                "%s has the special token %s; its prompt is %.300r. If it was rendered before, "
                 "set model.chat_template to a file with {{ messages[-1].content }} to ask %.300r",
                 where,
                 token,

@@ -83,7 +83,7 @@ def check_path(name: str) -> None:
         if (path / ADAPTER_CONFIG).is_file() and has_whole_weights(path):
             raise ValueError(
                 f"{name!r} has the weights of a model and an adapter: move {ADAPTER_CONFIG} and "
-                "the adapter's weights to a directory of their own"
+                "the adapter's weights to another directory"
             )
         check_directory(path)
         return

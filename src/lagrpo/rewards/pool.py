@@ -3,7 +3,7 @@
 `WorkerPool` makes calls in processes; environments use it too. `RewardPool` scores groups with it.
 This is the side of the training process; worker.py is the side of the workers.
 
-A call that hangs, or whose process dies, leaves that one completion *unscored*. Only two errors
+A call that hangs or ends its process leaves that one completion *unscored*. Only two errors
 stop the run, as RewardError: the workers cannot load the reward, or too many completions have no
 reward.
 """

@@ -262,7 +262,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def check_signature(title: str, parameters: Collection[str]) -> None:
-    """Raises ValueError for a function whose parameters are those of no signature."""
+    """Raises ValueError for a function whose parameters fit no signature."""
     if not any(name in STYLES for name in parameters):
         raise ValueError(
             f"{title}({', '.join(parameters)}): name the parameters "
@@ -276,7 +276,7 @@ def check_class(kind: type) -> None:
 
     No object is made, because making one may act: subprocess.Popen starts a program.
     """
-    # Every class has an attribute __call__: without its own, that of its metaclass.
+    # Every class has an attribute __call__, which may come from its metaclass.
     has_call = any("__call__" in vars(base) for base in kind.__mro__)
     parameters = parameters_of(kind.__call__) if has_call else {}
     names = [name for name in parameters if name != "self"]

@@ -90,7 +90,7 @@ def round_up_tokens(tokens: int) -> int:
 def round_up_keys(keys: int) -> int:
     """Returns the next multiple of KEY_STEP.
 
-    It is the capacity of a cache for so many tokens, and the number of keys that a step looks at if
+    It is the capacity of a cache for these tokens, and the number of keys that a step reads if
     FlashAttention does not read the cache. That number must not depend on the capacity: a cache may
     come from an earlier batch with longer prompts, while a resumed run has a new one, and must
     round like the run that never stopped.
@@ -148,7 +148,7 @@ class RecordedState:
         return self.model.exact
 
     def fits(self, max_rows: int, max_tokens: int) -> bool:
-        """True if the cache has room for so many rows of so many tokens."""
+        """True if the cache has room for these rows, each of this many tokens."""
         return max_rows <= self.max_rows and max_tokens <= self.capacity
 
     # ---- new groups ----

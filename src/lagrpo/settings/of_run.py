@@ -31,7 +31,7 @@ def config_of_weights(weights: str) -> Path | None:
 
 
 def settings_for_eval(config: Path, task: str | None = None) -> dict[str, Any]:
-    """Returns the settings in KEPT_FOR_EVAL of a run; those of its task unless `task` is another.
+    """Returns the settings in KEPT_FOR_EVAL of a run, without its task's if `task` is another.
 
     The seed decides which rows of the data are test rows.
     """

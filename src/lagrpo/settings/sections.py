@@ -124,7 +124,7 @@ class RewardSettings(Section):
         if not isinstance(entry, dict) or "name" in entry:
             return entry
         reward = entry.get("reward")
-        # Without a name of its own, the entry has one error, its reward, and not two.
+        # An entry without a name gets one error, about its reward, and not two.
         function_name = reward.rpartition(":")[2] if isinstance(reward, str) else "unnamed"
         return {"name": re.sub(r"\W", "_", function_name), **entry}
 

@@ -36,7 +36,7 @@ def load(
     digits: Literal[1, 2, 3, 4] = 3,
     examples: Literal[0, 1, 2, 3] = 2,
 ) -> RowTask:
-    """Returns the task with problems of this seed, and so many solved `examples` before each."""
+    """Returns the task with problems of this seed, each after `examples` solved ones."""
     rows = arithmetic.load(seed, operations=operations, digits=digits).rows
     tools = Tools({"calculate": calculate})
     return RowTask("calculator", rows, partial(_ask, examples), arithmetic.score, environment=tools)

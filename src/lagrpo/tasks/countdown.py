@@ -54,9 +54,9 @@ _OPERATIONS = {
 
 
 def load(seed: int, *, numbers: Literal[3, 4, 5, 6] = 4) -> RowTask:
-    """Returns the task with problems of this seed, in so many `numbers`.
+    """Returns the task with problems of this seed, each with `numbers` numbers.
 
-    A problem is made when it is asked.
+    A problem is made when it is read.
     """
     rows = {split: [(split, index) for index in range(size)] for split, size in _SIZES.items()}
     return RowTask("countdown", rows, partial(_ask, numbers, seed), score)
@@ -124,7 +124,7 @@ def find_expression(text: str) -> str | None:
 
 
 def make_problem(count: int, seed: int, split: str, index: int) -> JsonObject:
-    """Returns a problem of a split with so many (`count`) numbers.
+    """Returns a problem of a split with `count` numbers.
 
     It is the first attempt that belongs to the split. One problem in twenty is for testing.
     """

@@ -244,7 +244,7 @@ class Opening:
 
 
 def _stands_in(answer: object, text: str) -> bool:
-    """True if a text has the answer as words of its own; False for an answer that is a row."""
+    """True if the answer stands between word boundaries in a text; False for a row."""
     if answer is None or isinstance(answer, bool | Mapping):
         return False
     words = str(answer).rpartition("####")[2].strip()

@@ -245,7 +245,7 @@ def _rows_of_frame(data: Any) -> list[dict[str, Any]]:
     """Returns the rows of a data frame of pandas, with None for missing values."""
     records = data.astype(object).where(data.notna(), None).to_dict("records")
     for name, dtype in data.dtypes.items():
-        # pandas has types of its own: Float32, and "float[pyarrow]".
+        # pandas has its own names of types: Float32, and "float[pyarrow]".
         dtype_name = str(dtype).lower().removesuffix("[pyarrow]")
         dtype_name = ARROW_FLOATS.get(dtype_name, dtype_name)
         if dtype_name in NARROW_TYPES:

@@ -65,7 +65,7 @@ class SamplerError(RuntimeError):
 
 
 class NoAnswerError(SamplerError):
-    """A server did not answer, or failed inside: it may have died."""
+    """A server did not answer, or failed inside: it may have crashed."""
 
 
 class VllmClient:
@@ -285,7 +285,7 @@ class _Pool:
 class GroupQueue:
     """A queue of groups for whichever server is free, at most `rows` completions at a time at each.
 
-    A server that dies is started again, `load` gives it the current weights, and its groups are
+    A crashed server is started again, `load` gives it the current weights, and its groups are
     sampled again with the same seeds. Any other failure ends the run.
 
     `starts` counts how often each server was started again.
@@ -374,10 +374,10 @@ class GroupQueue:
         raise SamplerError("the run has ended")
 
     def _recover(self, server: VllmClient, start: int, error: SamplerError) -> None:
-        """Starts a server again that died after start number `start`.
+        """Starts a server again that crashed after start number `start`.
 
         Does nothing if another thread has done it. Raises the error if the server is not dead, or
-        has died too often. Until the server has the current weights, it may sample with others.
+        has crashed too often. Until the server has the current weights, it may sample with others.
         """
         with self._restarting[server]:
             if self.starts[server] != start:
@@ -389,8 +389,8 @@ class GroupQueue:
                 if log:
                     error.add_note(f"The server's log: {log}")
                 raise error
-            # A batch system ends a job by a signal to each of its processes. The server has died of
-            # it, and the run stops.
+            # A batch system ends a job by a signal to each of its processes. It has ended the server,
+            # and stops the run.
             raise_if_asked()
             logger.info("%s. Restarting the server", error)
             server.restart()

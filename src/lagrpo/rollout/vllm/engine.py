@@ -182,7 +182,7 @@ class VllmEngine(EngineDefaults):
         for request in requests:
             sample_request = partial(self._sample, request, G=G, params=params)
             requests_of_groups[self._groups.submit(sample_request, G)] = request
-        # Not a generator itself: the requests are submitted before the first group is asked for.
+        # Not a generator: it submits the requests now, not when a caller reads the first group.
         return _as_they_end(requests_of_groups)
 
     def generate_on_server(

@@ -423,7 +423,7 @@ def _make_directory(num_bytes: int, output_dir: Path | None) -> Path:
         needed = int(VERSIONS * num_bytes)
         free = shutil.disk_usage(default).free
         if free < needed:
-            # Servers have working directories of their own.
+            # A server may have another working directory.
             base = output_dir.absolute()
             logger.info(
                 "weights go to the servers through %s: they need %s MB, and %s has %s MB "

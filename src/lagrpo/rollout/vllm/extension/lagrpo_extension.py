@@ -55,7 +55,7 @@ class RequireKey:
             await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
 
     def _is_allowed(self, scope) -> bool:
-        # Besides requests, servers pass events of their own life, which have no path.
+        # Servers also pass events such as their start and end, which have no path.
         if scope["type"] not in ("http", "websocket") or scope["path"] == "/health":
             return True
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
