@@ -27,7 +27,8 @@ myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 6
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target", "myst_role"]
-suppress_warnings = ["toc.not_included"]
+# GitHub shows a heading whose level skips one as any other.
+suppress_warnings = ["toc.not_included", "myst.header"]
 
 html_theme = "furo"
 html_copy_source = html_show_sourcelink = html_show_sphinx = html_show_copyright = False

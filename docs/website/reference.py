@@ -18,7 +18,7 @@ from lagrpo.settings.schema import Settings
 DOCS = Path(__file__).parents[1]
 
 UNAVAILABLE = "not available: "
-"""Beginning of the text about a name that has no counterpart."""
+"""Beginning of the text about a name that has no counterpart. Only the error message has it."""
 
 
 def setting_rows() -> Iterator[str]:
@@ -44,10 +44,8 @@ def name_rows(trainer: str) -> Iterator[str]:
     rows: dict[str, dict[str, list[str]]] = {}  # heading -> text -> names
     for heading, entries in NAMES_OF_TRAINERS[trainer].items():
         for name, text in entries.items():
-            reason = text.removeprefix(UNAVAILABLE)
-            place = heading if reason == text else "No such setting"
-            rows.setdefault(place, {}).setdefault(reason, []).append(f"`{name}`")
-    rows["No such setting"] = rows.pop("No such setting")  # the last
+            if not text.startswith(UNAVAILABLE):
+                rows.setdefault(heading, {}).setdefault(text, []).append(f"`{name}`")
     for heading, names_of_texts in rows.items():
         yield f"| **{heading}** | |"
         for text, names in names_of_texts.items():
