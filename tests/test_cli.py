@@ -201,6 +201,7 @@ WRONG = {
     "recipes nosuchloss": "unknown recipe 'nosuchloss'; `lagrpo recipes` lists all",
     "study nosuch.toml": "nosuch.toml: no such settings file",
     "train nosuch.toml": "nosuch.toml: no such settings file",
+    "eval smollm2": "--task NAME",
     "train .": "cannot be read as a settings file",
     "train --resume auto": "set run.name",
     "train --loss.recipe grop": "did you mean 'grpo'",

@@ -47,6 +47,7 @@ def metrics_of(
     updates: Sequence[dict[str, float]] = (),
     logp_k: dict[int, Tensor] | None = None,
     reason: SyncReason = SyncReason.NOT_DUE,
+    loss_metrics: Sequence[str] = (),
     **clock: float,
 ) -> JsonObject:
     seconds = {Phase(name): value for name, value in clock.items()}
@@ -54,7 +55,7 @@ def metrics_of(
     state = LoopState(batch=7, sync={"logp_difference_max": 0.25, "changed_fraction": 0.5})
     records = Records.build(batch, {c: (logp, None) for c, logp in (logp_k or {}).items()})
     step = Step(2, 7, 6, reason, {}, batch, (), updates, records, timer, state)
-    return batch_metrics(step)
+    return batch_metrics(step, loss_metrics=loss_metrics)
 
 
 @pytest.fixture
@@ -221,3 +222,7 @@ def test_every_line_has_the_metrics_of_the_list_and_holds_numbers(model, tmp_pat
         for line in load_metrics(train(settings).run):
             assert set(line) == listed
             assert {type(value) for value in line.values()} <= {int, float, type(None)}
+
+
+def test_metric_of_a_loss_is_null_in_a_batch_without_an_update(used):
+    assert metrics_of(used, loss_metrics=["mine/spread"])["mine/spread"] is None

@@ -3,6 +3,7 @@ with one."""
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_surrogate_of_the_page_reads_what_it_names_and_has_its_knob(module):
     assert recipe.required_inputs == {"rollout_logp"}
     assert recipe.settings["surrogate.delta"] == 0.2
     assert recipe.skips_zero_advantage
+
+
+def test_formula_of_a_partial_is_the_docstring_of_its_function():
+    def scaled(x, scale):
+        """scale rho A"""
+        return scale * x.logp * x.advantage
+
+    assert resolve(partial(scaled, scale=2.0)).formula == "scale rho A"
 
 
 def test_filter_of_the_page_keeps_the_first_tokens_of_each_completion(module):
@@ -121,12 +130,12 @@ def test_empty_list_of_filters_leaves_none():
     ],
 )
 def test_function_among_settings_is_rejected_with_the_cure(values):
-    with pytest.raises(ValueError, match="is a function: write 'module:function'"):
+    with pytest.raises(ValueError, match="'module:function'"):
         LossSettings.model_validate(values)
 
 
 def test_true_is_no_number():
-    with pytest.raises(ValueError, match="epsilon = true: write a number"):
+    with pytest.raises(ValueError, match="epsilon = true"):
         LossSettings.model_validate({"epsilon": True})
 
 
@@ -134,7 +143,7 @@ def test_filter_that_gives_other_values_than_0_and_1_is_rejected(tmp_path):
     def strange(x):
         return x.logp
 
-    with pytest.raises(ValueError, match="gives other values than 0 and 1"):
+    with pytest.raises(ValueError, match="0 and 1"):
         resolve("grpo", {"filters": [strange]})
 
 

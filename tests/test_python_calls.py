@@ -130,6 +130,8 @@ def test_dry_run_without_a_python_for_vllm_fails(model, tmp_path, monkeypatch):
         ("recipe", "did you mean 'loss'?"),
         ("dataset", "did you mean 'data'?"),
         ("learning_rate", "did you mean settings={'optimizer.learning_rate': …}?"),
+        ("beta", "0 in TRL"),
+        ("num_generations", "instead of 8"),
         ("reward_funcs", "TRL's reward_funcs is task.rewards"),
         ("xyz", "its arguments are source, task, "),
     ],
@@ -151,6 +153,13 @@ def test_evaluation_is_of_all_rows_or_of_the_test_split(model, tmp_path, monkeyp
     )
     assert lagrpo.evaluate(model, splits, "exact", settings=LIMITS).summary["prompts"] == 3
     assert len(list((tmp_path / "evaluations").iterdir())) == 2
+
+
+def test_evaluation_is_of_all_rows_of_a_file_of_any_name(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    evaluation = lagrpo.evaluate(model, "questions.jsonl", "exact", settings=LIMITS)
+    assert evaluation.summary["prompts"] == 2
 
 
 def test_weights_of_a_run_are_evaluated_as_the_run_would(model, tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
     assert "4 of the 34 rows of" in caplog.text
     rows = [{"q": f"{n}?", "answer": ("1", None)[n % 2]} for n in range(10)]
     assert load(write(tmp_path / "rows.jsonl", rows), answer_column=None).size("train") == 4
-    with pytest.raises(ValueError, match="none of its 1 rows has an answer"):
+    with pytest.raises(ValueError, match="has an answer"):
         load(write(tmp_path / "rows.jsonl", [{"q": "?", "a": ""}]))
 
 
@@ -138,7 +138,7 @@ def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
         load(tmp_path / "shards")
     for name in ("train.jsonl", "test-00001-of-00003.jsonl"):  # neither a shard nor all of them
         write(tmp_path / "shards" / name)
-        with pytest.raises(ValueError, match="one for each split, or all its shards"):
+        with pytest.raises(ValueError, match="shards"):
             load(tmp_path / "shards")
         (tmp_path / "shards" / name).unlink()
     write(
@@ -183,12 +183,10 @@ def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
             messages[0],
             {"role": "user", "content": "1 + 1?"},
         )
-    with pytest.raises(ValueError, match="line 1: it has messages that are not JSON"):
+    with pytest.raises(ValueError, match=r"line 1: .*not JSON"):
         load(write(tmp_path / "rows.jsonl", [{"q": str(messages)[:-1], "a": "2"}]))
     for parts[1] in ({"type": "image_url", "image_url": "x"}, {"type": "text"}):
-        with pytest.raises(
-            ValueError, match=r"line 1: a message has the part .*only parts of type text"
-        ):
+        with pytest.raises(ValueError, match=r"line 1: .*parts of type text"):
             load(write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4))
 
 
@@ -527,3 +525,8 @@ def test_root_of_a_clone_with_data_in_folders_names_them(tmp_path, file):
     (tmp_path / "README.md").touch()
     with pytest.raises(ValueError, match=re.escape(str((tmp_path / file).parent))):
         find_splits(str(tmp_path), hub="owner/name")
+
+
+def test_split_is_a_list_of_files(tmp_path):
+    files = [write(tmp_path / "a.jsonl", ROWS[:2]), write(tmp_path / "b.jsonl", ROWS[2:5])]
+    assert find_splits({"train": files}, "owner/name") == {"train": list(map(Path, files))}

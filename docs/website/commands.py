@@ -59,7 +59,7 @@ EXAMPLES = [
         "train demo --dry-run",
         "see what settings mean",
         r"\[schedule\]|batches =|# (data|recipe|batch|schedule|run|memory) ",
-        note="The resolved settings as TOML, then what they mean: samples, staleness, memory.",
+        note="What they mean (samples, staleness, memory), then those that are not the defaults.",
     ),
     Example(
         "train demo --schedule.batches 2 --run.name first",

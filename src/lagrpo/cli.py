@@ -217,8 +217,8 @@ class Train:
       SETTINGS      TOML file, or a packaged one (demo, gsm8k, deepscaler), before the options
       --resume RUN  resume a run from its newest checkpoint; auto: the run called run.name, if it
                     exists
-      --dry-run     load the data and the rewards, print the settings and what they mean (samples
-                    per update, staleness, memory), and stop
+      --dry-run     check the data, the prompts and the model's files, print what the settings mean
+                    (samples per update, staleness, memory), and stop
       --trust-run-code
                     with --resume RUN: run the functions that the settings of RUN name
 
@@ -352,6 +352,8 @@ def evaluate(words: list[str]) -> None:
 
     with naming_start(None if config is None else config.parent):
         check_evaluation(settings)
+        if config is None and "task.name" not in changes:
+            raise SettingsError("eval needs a task: add --task NAME, such as --task gsm8k")
         from lagrpo.training.evaluation import evaluate_model
         from lagrpo.training.run import FAILURES
 

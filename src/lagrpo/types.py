@@ -282,7 +282,7 @@ class Result:
         """A line for each fact: a notebook shows it under the cell."""
         lines = {
             "run": self.run,
-            "length": f"{self.batches} batches, {self.version} updates",
+            "length": f"batches {self.batches}, updates {self.version}",
             "before": _pass_at_1(self.before),
             "after": _pass_at_1(self.after),
             "weights": self.weights or "none",

@@ -109,7 +109,10 @@ def _check_own_piece(path: str, own: Piece, x: inputs.LossInputs, *, is_filter: 
         return
     output = _compute(own, arguments)
     if not isinstance(output, Tensor):
-        raise ValueError(f"{path} = {own.name!r} gives a {type(output).__name__}, not a tensor")
+        problem = f"{path} = {own.name!r} gives a {type(output).__name__}, not a tensor"
+        if isinstance(output, tuple):
+            problem += "; record metrics by x.log(name, value)"
+        raise ValueError(problem)
     if output.shape != shape:
         shapes = f"{list(output.shape)}, not {list(shape)}"
         raise ValueError(f"{path} = {own.name!r} gives the shape {shapes}, on small random inputs")

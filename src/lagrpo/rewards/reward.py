@@ -63,6 +63,9 @@ PASSED = {
 }
 """Names of the arguments that lagrpo passes in each signature, without the columns of the data."""
 
+LOGGERS_OF_TRL = ("log_extra", "log_metric")
+"""Arguments by which reward functions log in TRL. lagrpo does not pass them."""
+
 AS_PROMPTS = "prompt"
 """The column that TRL's signature gets as `prompts`."""
 
@@ -214,6 +217,11 @@ class Reward:
         for name, parameter in self._parameters.items():
             if not _is_required(parameter):
                 continue
+            if name in LOGGERS_OF_TRL and name not in passed_names:
+                raise ValueError(
+                    f"reward function {self.title!r} takes {name!r}, which only TRL passes: give "
+                    "it the default None, and log by `measure` of a callback"
+                )
             if name not in passed_names or parameter.kind == parameter.POSITIONAL_ONLY:
                 raise ValueError(
                     f"reward function {self.title!r} takes {name!r}: lagrpo passes "

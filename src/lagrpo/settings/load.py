@@ -211,17 +211,29 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
 
     It explains a setting of another trainer, or else names the nearest setting.
     """
-    translation = translate(name)
+    translation = _explain_name_of_trainer(name, kind)
     if translation is not None:
-        same_names = _settings_with_ending(name, kind)
-        is_same_setting = any(setting in translation for setting in same_names)
-        if not is_same_setting or "not available" in translation:
-            return translation
+        return translation
     nearest = _nearest_setting(name, kind)
     advice = f"did you mean {nearest!r}?" if nearest else "lagrpo train --help lists all."
     if name.startswith("loss.") and not (nearest or "").startswith(OVERRIDES):
         advice += " Other knobs of the recipe are loss.overrides.NAME."
     return advice
+
+
+def _explain_name_of_trainer(name: str, kind: type[BaseModel]) -> str | None:
+    """Returns a sentence about a name of another trainer; None if it means the same here."""
+    translation = translate(name)
+    if translation is None:
+        return None
+    is_same_name = any(setting in translation for setting in _settings_with_ending(name, kind))
+    # A sentence that names the trainer again says what differs there.
+    tells_difference = (
+        "not available" in translation
+        or "by default" in translation
+        or translation.count("TRL") > 1
+    )
+    return translation if tells_difference or not is_same_name else None
 
 
 def _settings_with_ending(name: str, kind: type[BaseModel]) -> list[str]:
@@ -259,8 +271,7 @@ def explains_arguments(function: Callable[Parameters, Returned]) -> Callable[Par
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         for name in kwargs:
             if name not in known_names:
-                is_setting = bool(_settings_with_ending(name, Settings))
-                translation = None if is_setting else translate(name)
+                translation = _explain_name_of_trainer(name, Settings)
                 advice = translation or _suggest_argument(name, known_names)
                 raise SettingsError(f"{function.__name__} has no argument {name!r}; {advice}")
         return function(*args, **kwargs)

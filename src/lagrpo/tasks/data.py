@@ -73,9 +73,11 @@ def load_rows(
     # If the data lacks a test split with a name of the user's own, `_choose_split` says so.
     has_test_split = seed is None or names_test_split or "test" not in test_names
 
-    # The only split is for training, whatever its name is.
-    if seed is not None and train_split == "train" and len(splits) == 1:
-        train_split = next(iter(splits))
+    # The only split is the training split, whatever its name is.
+    if seed is not None and len(splits) == 1:
+        only = next(iter(splits))
+        train_split = only if train_split == "train" else train_split
+        test_split = only if test_split == "train" else test_split
     split_names = {"train": _choose_split(splits, "train", train_split)}
     if has_test_split:
         split_names["test"] = _choose_split(splits, "test", test_split)

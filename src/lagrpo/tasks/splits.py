@@ -81,7 +81,9 @@ def find_splits(named: Named, hub: str) -> dict[str, Any]:
 
 
 def _open_named(split: str, data: Any) -> Any:
-    """Returns the files of a split that is a path or a pattern; other data as they are."""
+    """Returns the files of a split that is a path, a pattern, or a list of them; else the data."""
+    if _is_list_of_files(data):
+        return [file for entry in data for file in _open_named(split, entry)]
     if not isinstance(data, str | Path):
         return data
     path = Path(data).expanduser()
@@ -94,6 +96,14 @@ def _open_named(split: str, data: Any) -> Any:
     return files
 
 
+def _is_list_of_files(data: object) -> bool:
+    """True for a list whose first entry is the name of a file, which stands for all."""
+    if not isinstance(data, list | tuple) or not data:
+        return False
+    first = data[0]
+    return isinstance(first, str | Path) and format_of(Path(first)) is not None
+
+
 def _has_columns(table: Mapping[str, Any]) -> bool:
     """True for a dict of columns, such as {"prompt": ["2+3?"]}; False for one of splits.
 
@@ -102,6 +112,8 @@ def _has_columns(table: Mapping[str, Any]) -> bool:
     for values in table.values():
         is_table = hasattr(values, "column_names") or hasattr(values, "columns")
         if is_table or isinstance(values, str | Path | Mapping) or not hasattr(values, "__len__"):
+            continue
+        if _is_list_of_files(values):
             continue
         for entry in values:
             is_row_of_json = isinstance(entry, str) and entry.lstrip().startswith("{")

@@ -16,7 +16,7 @@ from lagrpo.rollout.vllm.server import find_python
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.tasks import Task
-from lagrpo.training.build_engines import CHECK_PROMPTS
+from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.training.build_policy import build_outline
 from lagrpo.training.build_tasks import (
     build_offline,

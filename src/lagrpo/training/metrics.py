@@ -47,12 +47,15 @@ PHASES = {
 
 
 def batch_metrics(
-    step: Step, rewards: Sequence[str] = (), reward_range: Range = (0.0, 1.0)
+    step: Step,
+    rewards: Sequence[str] = (),
+    reward_range: Range = (0.0, 1.0),
+    loss_metrics: Sequence[str] = (),
 ) -> Metrics:
     """Returns the line of metrics.jsonl for a batch, without the metrics of evaluations.
 
-    `rewards` are the names of several rewards. Loss, gradient and learning rate are of the last
-    update.
+    `rewards` are the names of several rewards, `loss_metrics` of what the loss logs. Loss, gradient
+    and learning rate are of the last update.
     """
     groups = step.batch.groups
     updates = step.updates
@@ -80,6 +83,7 @@ def batch_metrics(
         **_token_metrics(step),
         **sequence_metrics(step.batch, step.records, reward_range),
         **_pace(step.times, sum(u.get("tokens", 0.0) for u in updates)),
+        **dict.fromkeys(loss_metrics),  # null in a batch without an update
         **_own_metrics(updates),
     }
 

@@ -93,7 +93,9 @@ class Recorder:
         if not self.is_first:
             return {}, []
         reward_names = self.rewards.names
-        metrics = batch_metrics(step, reward_names, self.reward_range) | evaluation_metrics
+        loss_metrics = self.recipe.own_metrics
+        metrics = batch_metrics(step, reward_names, self.reward_range, loss_metrics)
+        metrics |= evaluation_metrics
         rows = list(
             rollout_rows(
                 step.batch.groups,

@@ -101,9 +101,9 @@ def train(
     callbacks: called after each batch is on disk.
     resume: directory of a run to resume with its own settings, or "auto": the run called run.name,
         if it exists.
-    dry_run: only load the data and the rewards, and print what the settings mean: samples per
-        update, staleness, memory. The result has 0 batches, and the directory to which nothing was
-        written.
+    dry_run: only check the data, the prompts and the model's files, and print what the settings
+        mean: samples per update, staleness, memory. The result has 0 batches, and the directory to
+        which nothing was written.
     trust_run_code: with the directory of a run as `resume`, lets functions run that only its
         settings name.
 

@@ -389,8 +389,8 @@ class GroupQueue:
                 if log:
                     error.add_note(f"The server's log: {log}")
                 raise error
-            # A batch system ends a job by a signal to each of its processes. It has ended the server,
-            # and stops the run.
+            # A batch system ends a job by a signal to each of its processes. The signal that ended
+            # the server also stops the run.
             raise_if_asked()
             logger.info("%s. Restarting the server", error)
             server.restart()
