@@ -179,7 +179,7 @@ def test_unsupported_architecture_is_rejected_by_name():
 def test_sequence_longer_than_the_sliding_window_or_the_positions_is_rejected():
     policy = Policy.from_model(tiny_model("mistral", sliding_window=24), None)
     check_context(policy.model.config, 24)
-    with pytest.raises(ValueError, match="sliding window of this model is 24"):
+    with pytest.raises(ValueError, match="sliding window"):
         check_context(policy.model.config, 25)
     with pytest.raises(ValueError, match="attends to 24 tokens"):
         policy.logp(Packed.build(random_groups([(20, (5,))])))

@@ -76,7 +76,7 @@ def test_device_is_a_gpu_if_there_is_one_and_each_rank_has_its_own(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert pick_device() == torch.device("cuda:1")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(SettingsError, match="rank 2 of this host has no GPU: PyTorch sees 2"):
+    with pytest.raises(SettingsError, match="rank 2"):
         pick_device()
 
 
@@ -112,7 +112,7 @@ def test_gpu_takes_the_triton_kernels_if_they_run(monkeypatch):
     assert not choose_backend("auto", "cuda", torch.float16).triton
     with pytest.raises(library.NoKernels, match="no Triton kernels for float16"):
         choose_backend("triton", "cuda", torch.float16)
-    with pytest.raises(library.NoKernels, match="run on an NVIDIA GPU, but the model is on cpu"):
+    with pytest.raises(library.NoKernels, match="on cpu"):
         choose_backend("triton", "cpu", torch.bfloat16)
 
 
@@ -121,7 +121,7 @@ def test_gpu_without_triton_computes_by_pytorch(monkeypatch):
     gpu_backend = choose_backend("auto", "cuda", torch.bfloat16)
     assert str(gpu_backend) == "PyTorch (no Triton kernels: no compiler)"
     assert gpu_backend.softmax is None
-    with pytest.raises(library.NoKernels, match="unavailable here: no compiler"):
+    with pytest.raises(library.NoKernels, match="no compiler"):
         choose_backend("triton", "cuda", torch.bfloat16)
 
 
@@ -141,7 +141,7 @@ def test_products_on_a_hopper_gpu_are_exact_unless_a_variable_forbids_it(monkeyp
     assert choose_backend("auto", "cuda", torch.bfloat16).exact_products
     assert forbidden == [True]
     monkeypatch.setenv("LAGRPO_EXACT", "no")
-    with pytest.raises(SettingsError, match="LAGRPO_EXACT = 'no': use 1, or 0"):
+    with pytest.raises(SettingsError, match="LAGRPO_EXACT"):
         choose_backend("auto", "cuda", torch.bfloat16)
 
 

@@ -187,7 +187,7 @@ def test_offline_completions_without_what_a_loss_needs_are_rejected(tmp_path):
     with pytest.raises(SettingsError, match=r"'a3po' reads the staleness.*offline\.data"):
         check_settings(settings(loss={"recipe": "a3po"}, offline=offline))
     by_ess = {"scale_lr_by_ess": 1.0}
-    with pytest.raises(SettingsError, match=r"scale_lr_by_ess needs the log-probs"):
+    with pytest.raises(SettingsError, match="scale_lr_by_ess"):
         check_settings(settings(loss={"recipe": "rloo"}, offline=offline, optimizer=by_ess))
     check_settings(settings(loss={"recipe": "seq_tis"}, offline=offline, optimizer=by_ess))
 

@@ -302,5 +302,5 @@ def test_dry_run_loads_the_function_of_a_rollout_engine(model, tmp_path):
 def test_model_is_not_evaluated_by_a_rollout_engine_of_training(model, tmp_path):
     settings = {"rollout.engine": "my_engine:load", "run.output_dir": str(tmp_path)}
     rows = [{"prompt": "1?", "answer": "1"}]
-    with pytest.raises(SettingsError, match="evaluate with 'local' or 'vllm'"):
+    with pytest.raises(SettingsError, match="'local' or 'vllm'"):
         lagrpo.evaluate(model, rows, ["exact"], settings=settings)

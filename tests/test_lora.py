@@ -320,7 +320,7 @@ def test_target_that_is_not_in_the_decoder_is_rejected(model, tmp_path):
 
 
 def test_training_from_an_adapter_directory_is_rejected(finished_run, tmp_path):
-    with pytest.raises(SettingsError, match=r"is an adapter, but a run needs a whole model: merge"):
+    with pytest.raises(SettingsError, match="is an adapter"):
         train(tiny_settings(finished_run.weights, tmp_path))
 
 

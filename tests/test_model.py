@@ -107,8 +107,6 @@ def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
     assert policy.version == 7
     assert addresses == {name: w.data_ptr() for name, w in policy.weights.items()}
     assert policy.weights.differing(other.weights) == []
-    with pytest.raises(
-        ValueError, match=r"model\.norm\.weight is \(31,\) in version 8, not \(32,\)"
-    ):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight .*\(31,\)"):
         policy.load({**other.weights, "model.norm.weight": torch.ones(31)}, 8)
     assert policy.version == 7

@@ -146,7 +146,7 @@ def test_overlong_prompt_of_an_environment_is_rejected_without_the_advice_to_dro
     episodes: Any = SimpleNamespace(open=lambda prompt, key: prompt.messages, tools=None)
     task = RowTask("game", {"train": ["x" * 64]}, lambda row: (row, row), lambda completion: 0.0)
     prompts = PromptSource(task, tiny_policy(), 5, 1, 64, episodes)
-    with pytest.raises(SettingsError, match="max_prompt_length is 64; raise it") as problem:
+    with pytest.raises(SettingsError, match="max_prompt_length") as problem:
         prompts.tokenized("train", 0)
     assert "'drop'" not in str(problem.value)
 
@@ -259,7 +259,7 @@ def test_table_as_answer_of_a_reward_that_compares_texts_is_rejected(
 ):
     rows = [{"q": "1?", "reward_model": {"style": "rule", "truth": "5"}}]
     settings = custom_settings(tmp_path, rows, rows, answer_column)
-    with pytest.raises(SettingsError, match=f"set task.answer_column to one of {columns}"):
+    with pytest.raises(SettingsError, match=rf"task.answer_column .*{columns}"):
         load_tasks(settings)
     settings = custom_settings(tmp_path, rows, rows, answer_column, rewards=["format"])
     assert load_tasks(settings)

@@ -229,7 +229,7 @@ def test_too_many_without_a_reward_stop_the_run():
             RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad.*\n  1 x"
         ):
             next(iterator)
-        with pytest.raises(RewardError, match="of 64 completions have no reward"):
+        with pytest.raises(RewardError, match="no reward"):
             list(strict.score(sampled()))
     # 64 completions are 8 groups; some more are sampled until the first have been scored.
     assert len(seen) < 200

@@ -119,7 +119,7 @@ def test_bytes_that_are_no_text_are_rejected_as_an_answer_and_stay_bytes_elsewhe
     row = load(SOURCES[name](tmp_path, rows)).prompt("train", 0).row
     assert row is not None
     assert row["image"] == b"\x89PNG"
-    with pytest.raises(ValueError, match=r"row 1: its answer has bytes that are not text"):
+    with pytest.raises(ValueError, match=r"row 1: .*bytes"):
         load(SOURCES[name](tmp_path, rows), answer_column="image")
 
 

@@ -187,7 +187,7 @@ def test_prefetcher_rejects_a_group_with_another_number_of_completions():
     requests = requests_for(policy, 1, batch=1)
     prefetcher = Prefetcher(OneLess(), lambda _: requests, 4, sampler.params)  # pyright: ignore
     prefetcher.submit(range(1, 2), 0)
-    with pytest.raises(RuntimeError, match="returned 3 completions of a prompt instead of 4"):
+    with pytest.raises(RuntimeError, match="3 completions"):
         next(prefetcher.get(1))
 
 

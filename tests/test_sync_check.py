@@ -59,7 +59,7 @@ def test_check_passes_after_a_sync_and_stops_on_stale_weights_of_any_layer(dtype
     policy = tiny_policy(dtype=dtype, lora=lora)
     sampler, check = checked(policy)
     update(policy)
-    with pytest.raises(WeightSyncError, match=r"version 1 was synced, but the sampler reports 0"):
+    with pytest.raises(WeightSyncError, match="reports 0"):
         check(policy)
     for name in policy.weights:
         sampler.sync_weights(policy.weights, policy.version)
@@ -67,7 +67,7 @@ def test_check_passes_after_a_sync_and_stops_on_stale_weights_of_any_layer(dtype
         update(policy, name)
         sampler.policy.weights.version = policy.version  # says so, and has the weights of before
         if bool(policy.weights[name].any()):  # an adapter's B starts at 0
-            with pytest.raises(WeightSyncError, match=r"the local sampler has stale weights"):
+            with pytest.raises(WeightSyncError, match="stale weights"):
                 check(policy)
 
 

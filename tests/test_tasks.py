@@ -60,7 +60,7 @@ def test_system_prompt_comes_first_and_only_once():
     assert build_messages("2+3?", "") == build_messages([question]) == (question,)
     system = {"role": "system", "content": "Be brief."}
     assert build_messages("2+3?", "Be brief.") == (system, question)
-    with pytest.raises(ValueError, match="the prompt already has a system message"):
+    with pytest.raises(ValueError, match="system message"):
         build_messages([system, question], "Be brief.")
 
 
@@ -97,7 +97,7 @@ def test_own_task_and_reward_are_found_in_the_current_directory(user_module):
     sums = load_task(task_settings("arithmetic", rewards=[f"{user_module}:length"]), seed=0)
     assert isinstance(sums.reward, Rewards)
     assert sums.reward.parts[0].function("seven", "7") == 5.0
-    with pytest.raises(TypeError, match=r"returned a str, which is not a Task"):
+    with pytest.raises(TypeError, match="not a Task"):
         load_task(task_settings(f"{user_module}:no_task"), seed=0)
 
 

@@ -32,7 +32,7 @@ from lagrpo.training.checks import check_settings
 from lagrpo.training.master_weights import MasterWeights
 from lagrpo.training.run import FAILURES, train
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import JsonObject
+from lagrpo.types import Group, JsonObject
 
 BF16: dict[str, JsonObject] = {"model": {"dtype": "bfloat16"}}
 
@@ -60,12 +60,17 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 # What is recorded
 
 
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    """Completions of a tiny policy, for tests that only read them."""
+    return judge_groups(generate_groups(tiny_policy(), count=2))
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_is_accepted_and_moves_the_policy_from_stale_completions(name):
+def test_recipe_is_accepted_and_moves_the_policy_from_stale_completions(name, groups):
     """With two updates per batch: with one, a loss over π_k alone is rejected."""
     settings = {"loss": {"recipe": name}, "schedule": {"num_iterations": 2}}
     recipe = check_settings(load_settings(settings))
-    groups = judge_groups(generate_groups(tiny_policy(), count=2))
     policy = tiny_policy()
     reference = copy_policy(policy) if recipe.needs_pi_ref else None
     trainer = Trainer(policy, recipe, Optimization(lr=1e-2), reference)

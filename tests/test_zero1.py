@@ -251,7 +251,7 @@ def test_optimizer_state_of_another_model_is_rejected_before_anything_changes():
     name = "master/lm_head.weight"
     changed: dict[str, Tensor] = {key: tensor + 1 for key, tensor in before.items()}
     changed[name] = before[name][:-1]  # one row of the vocabulary is missing
-    with pytest.raises(ValueError, match=r"master/lm_head.weight has 3264 numbers in .*, not 3296"):
+    with pytest.raises(ValueError, match="3264 numbers"):
         trainer.load_state(changed, 1)
     assert same(trainer.state(), before)
     assert trainer.policy.version == 0
