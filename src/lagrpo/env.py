@@ -39,7 +39,7 @@ Lines = Iterator[tuple[str, str]]
 
 def env() -> None:
     """Print versions, hardware, kernels and vLLM for a bug report, and how to get missing parts."""
-    # Each by itself: the rest still appears if a broken package raises.
+    # Each in its own try: the rest still appears if a broken package raises.
     for look in (look_at_packages, look_at_machine, look_at_kernels, look_at_vllm):
         try:
             for name, facts in look():

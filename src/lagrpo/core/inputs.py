@@ -49,7 +49,7 @@ class LossInputs:
     entropy: Tensor | None = None
     """[T] entropy of pi_k at the token, nats"""
     finished: Tensor | None = None
-    """[C] True if the completion ended by itself, False if it was cut at its limit"""
+    """[C] True if an end token or a stop text ended the completion, False if it was cut"""
     step: Mapping[str, Tensor] = field(default_factory=Statistics)
     """statistics of the whole optimizer step, by the name of the function that collects them"""
     logged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

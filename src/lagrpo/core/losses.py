@@ -185,8 +185,8 @@ def reinforce(
 ) -> Tensor:
     """sg(M W A) log pi - R: the one formula of the REC and RED methods of arXiv 2509.24203.
 
-    Without mask M, weight W and regularizer R it is REINFORCE, whoever sampled. M is a function of
-    core/masks.py, W of core/weights.py.
+    Without mask M, weight W and regularizer R it is REINFORCE, on samples of any policy. M is a
+    function of core/masks.py, W of core/weights.py.
     """
     factor_T = x.advantage
     if mask is not None:

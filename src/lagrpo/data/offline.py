@@ -321,7 +321,7 @@ def _continue_prompt(prompt_text: str, text: str, *, finished: bool) -> str:
 
 
 def _read_finished(row: Row) -> bool:
-    """Returns True if the completion ended by itself, as without the column. Raises ValueError."""
+    """Returns True if the completion was not cut, or without the column. Raises ValueError."""
     finished = row.get("finished")
     if finished is None:
         return True

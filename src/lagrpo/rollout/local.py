@@ -212,7 +212,7 @@ class ContinuousBatch:
         return len(self.waiting) > 0 or len(self.rows) > 0
 
     def step(self) -> list[list[Row]]:
-        """Adds a token to every row that does not wait, and begins groups as far as there is room.
+        """Adds a token to every row that does not wait, and begins groups while there is room.
 
         Returns the groups that are complete.
         """

@@ -18,7 +18,7 @@ PER_SEED = ("seed", "name", "output_dir")
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """The settings and results of one run, as far as it has got."""
+    """The settings and results of one run, which may be unfinished."""
 
     path: Path
 
@@ -134,7 +134,7 @@ def _find_method(
     for method in methods:
         if _without_seed(method[0].settings) != settings:
             continue
-        # A repeated seed would count twice in the mean over seeds, so the run stands by itself.
+        # A repeated seed would count twice in the mean over seeds, so it counts as another method.
         if run.seed not in [other.seed for other in method]:
             return method
     return None

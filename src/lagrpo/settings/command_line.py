@@ -176,7 +176,7 @@ def help_text(
 
 
 def _help_value(value: object) -> str:
-    """Returns a value as it stands in the help, such as " [4]"; nothing if it is unset."""
+    """Returns a value as the help shows it, such as " [4]"; nothing if it is unset."""
     if value in (None, ()):
         return ""
     entries = value if isinstance(value, tuple) else [value]

@@ -23,7 +23,7 @@ def translate(name: str) -> str | None:
     """Returns a sentence about a setting that another trainer has, such as optim.lr; else None.
 
     verl's names have many parts, of which users remember the last ones. So the last parts of `name`
-    count, as many as lead to a single entry.
+    count: the longest ending with a single entry.
 
     >>> translate("loss.delta")
     "TRL's delta is loss.overrides.dual_clip, as in recipe grpo_two_sided"

@@ -19,7 +19,7 @@ WORDING = "What is {problem}? Answer with just the number."
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _MAX_TRAIN = 10_000
 _MAX_TEST = 1_000
-_MAX_SHUFFLED = 2**17  # of more problems than this, as many as needed are sampled
+_MAX_SHUFFLED = 2**17  # more problems than this are not shuffled but sampled
 
 Problem = tuple[str, int, int]
 """The sign of the operation, and its two operands."""
@@ -100,7 +100,7 @@ def split(
 def _sample_problems(operations: tuple[str, ...], num_operands: int, seed: int) -> list[Problem]:
     """Returns distinct problems with a <= b in random order.
 
-    These are all problems if they are few, else as many as the splits need.
+    These are all problems if they are few, else the number that the splits need.
     """
     from lagrpo.rng import permutation, uniforms
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("lagrpo")
 
 MAX_HELD_OUT_PROMPTS = 1000
 
-# Columns that the model does not see, although people mean them to be part of a prompt.
+# Columns that look like a part of the prompt, but that the model does not see.
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 _OTHER_NAMES_OF_TOOLS = ("functions", "tool_definitions", "tool_schemas", "available_tools")
 
@@ -240,7 +240,7 @@ class Opening:
 
     @property
     def has_answer(self) -> bool:
-        """True if the reference answer stands in the text."""
+        """True if the text contains the reference answer."""
         answers = self.answer if isinstance(self.answer, list) else [self.answer]
         return any(_stands_in(answer, self.text) for answer in answers)
 

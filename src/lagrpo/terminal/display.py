@@ -366,7 +366,7 @@ class LiveDisplay(PlainDisplay):
 
 
 def _fitting_columns(width: int) -> list[Column]:
-    """Returns the first columns, as many as fit into a line of this width."""
+    """Returns the first columns that fit into a line of this width."""
     columns = []
     end = 0
     for column in COLUMNS:

@@ -134,7 +134,7 @@ def as_settings(
     rewards: Sequence[object] | None,
     loss: Loss | None = None,
 ) -> JsonObject:
-    """The settings of these arguments, as far as they are settings."""
+    """The settings that these arguments stand for; others have none."""
     changes: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
     if loss is not None:
         from lagrpo.settings.user_loss import name_loss  # loads torch

@@ -36,7 +36,7 @@ def evaluate(
     model, data, rewards, task, settings: as for `lagrpo.train`. All rows of `data` are evaluated,
     unless it has a split "test". `settings` may change eval.num_samples, eval.temperature and
     others. Weights of a run (runs/NAME/weights/…) are evaluated with its task, rewards, limits and
-    seed, as far as the arguments do not say otherwise; trust_run_code lets functions run that only
+    seed, unless the arguments say otherwise; trust_run_code lets functions run that only
     its settings name.
 
     Returns `summary`, such as summary["pass@1"] with summary["pass@1_low"] and

@@ -40,7 +40,7 @@ def source_digest(target: Callable[..., Any] | str) -> str | None:
 
     A name is "package.module:function".
 
-    It covers the functions, classes and constants that the source uses, as far as they are not
+    It covers the functions, classes and constants that the source uses, if they are not
     installed packages, and the values that a closure, a partial or an object holds. Comments, white
     space, other code of the module, and the module's name do not count. Code without a source
     counts by its bytecode, which other versions of Python may compile differently. None for

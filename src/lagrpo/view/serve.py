@@ -4,7 +4,7 @@ The page is one HTML file without links, which asks no network. Scripts and styl
 their hashes alone. The data is base64, and names in the title are escaped; the script puts every
 other text into the page as text.
 
-Only this machine is answered, by its own names, and only whoever knows the token in the printed
+The server answers this machine only, by its own names, and needs the token in the printed
 address: neither another user of the machine, nor another web page, also not one that points its
 name to 127.0.0.1.
 """

@@ -275,7 +275,7 @@ class VllmClient:
 class _Pool:
     """Threads that sample groups of one size, and the turns of the servers that are free.
 
-    There are as many turns, and threads, as groups fit into all servers.
+    The number of turns, and of threads, is the number of groups that fit into all servers.
     """
 
     threads: ThreadPoolExecutor
@@ -283,7 +283,7 @@ class _Pool:
 
 
 class GroupQueue:
-    """A queue of groups for whichever server is free, at most `rows` completions at a time at each.
+    """A queue of groups for the next free server, at most `rows` completions at a time at each.
 
     A crashed server is started again, `load` gives it the current weights, and its groups are
     sampled again with the same seeds. Any other failure ends the run.
@@ -364,7 +364,7 @@ class GroupQueue:
             free_turns.put(turn)
 
     def _repeat(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
-        """Returns what `action` returns for a server, after as many restarts as it needs."""
+        """Returns what `action` returns for a server, restarting it if necessary."""
         while not self._is_closed:
             start = self.starts[server]
             try:
