@@ -6,11 +6,13 @@ import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from lagrpo.cli import COMMANDS, read_eval_words, read_train_words
 from lagrpo.runs.rollouts import rollout_schema
@@ -32,13 +34,19 @@ SECTIONS = "|".join(Settings.model_fields)
 PARSER = MarkdownIt("commonmark").enable("table")
 
 
+@cache
+def parse(text: str) -> list[Token]:
+    """The blocks of a page, which many tests read."""
+    return PARSER.parse(text)
+
+
 def text_of(page: Path) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def links(text: str) -> Iterator[str]:
     """The targets of links and images that lie in the repository."""
-    for token in (child for block in PARSER.parse(text) for child in block.children or ()):
+    for token in (child for block in parse(text) for child in block.children or ()):
         target = str(token.attrs.get("href", token.attrs.get("src", "")))
         if target and not re.match(r"[a-z][a-z0-9+.-]*:|//", target, re.IGNORECASE):
             yield target
@@ -46,16 +54,17 @@ def links(text: str) -> Iterator[str]:
 
 def code(text: str) -> list[tuple[str, str]]:
     """Blocks of code as (language, text), and code inside a line with the language "inline"."""
-    tokens = PARSER.parse(text)
+    tokens = parse(text)
     blocks = [(token.info.strip(), token.content) for token in tokens if token.type == "fence"]
     inner = (child for token in tokens for child in token.children or ())
     return blocks + [("inline", child.content) for child in inner if child.type == "code_inline"]
 
 
+@cache
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page, and those that the page sets."""
     anchor_names: set[str] = set(re.findall(r'<a id="([^"]+)">', text))
-    for opening, heading in pairwise(PARSER.parse(text)):
+    for opening, heading in pairwise(parse(text)):
         if opening.type == "heading_open":
             words = (
                 "".join(child.content for child in heading.children or ()).replace("`", "").lower()
