@@ -41,6 +41,7 @@ def settings(tmp_path, recipe, **loss):
         tmp_path / "runs",
         run={"name": "own"},
         schedule={"batches": 3},
+        eval={"at_start": False},
         loss={"recipe": recipe, "beta": 0.0, **loss},
     )
 
@@ -75,18 +76,12 @@ def test_statistic_of_the_page_is_collected_over_the_step(module):
     assert recipe.required_inputs == {"entropy"}
 
 
-def test_a_run_with_an_own_loss_resumes_and_verifies_from_the_kept_file(module, tmp_path):
+def test_run_with_an_own_loss_resumes_and_verifies_from_the_kept_file(module, tmp_path):
     run = lagrpo.train(settings(tmp_path, f"{module}:dppo")).run
-    assert (run / "loss" / f"{module}.py").read_text("utf-8") == Path(f"{module}.py").read_text(
-        "utf-8"
-    )
-    assert not verify_run(run, trust_run_code=True).differences
+    kept = (run / "loss" / f"{module}.py").read_text("utf-8")
+    assert kept == Path(f"{module}.py").read_text("utf-8")
     resumed = lagrpo.train(resume=run, settings={"schedule.batches": 4}, trust_run_code=True)
     assert resumed.batches == 4
-
-
-def test_verify_takes_the_kept_file_after_the_module_is_gone(module, tmp_path):
-    run = lagrpo.train(settings(tmp_path, f"{module}:dppo")).run
     sys.modules.pop(module)
     Path(f"{module}.py").unlink()
     shutil.rmtree("__pycache__", ignore_errors=True)
