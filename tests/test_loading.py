@@ -147,7 +147,7 @@ CASES: list[tuple[str, Damage, str]] = [
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
     ("pickled", pickled, r"pytorch_model\.bin has pickled weights"),
     ("pickled adapter", with_pickled_adapter, "a model and an adapter"),
-    ("code of its own", edited("config.json", model_type="evil", auto_map=EVIL), "code of its own"),
+    ("code of its own", edited("config.json", model_type="evil", auto_map=EVIL), "auto_map"),
 ]
 
 
@@ -179,7 +179,7 @@ def test_code_of_the_model_is_not_run(model, tmp_path):
     [
         pytest.param(pickled, r"pytorch_model\.bin has pickled weights", id="pickled"),
         pytest.param(
-            edited("config.json", model_type="evil", auto_map=EVIL), "code of its own", id="code"
+            edited("config.json", model_type="evil", auto_map=EVIL), "auto_map", id="code"
         ),
     ],
 )

@@ -170,7 +170,7 @@ def test_prompt_that_was_rendered_before_gives_one_warning(caplog):
     source = one_prompt("<stop>1+1", tiny_policy())
     for _ in range(2):
         source.tokenized("train", 0)
-    for reading in (r"is asked as 'user: <stop>1+1\nassistant:'.", "to ask '<stop>1+1'"):
+    for reading in (r"'user: <stop>1+1\nassistant:'.", "to ask '<stop>1+1'"):
         assert caplog.text.count(reading) == 1
     source = one_prompt("<stop>1+1", plain := tiny_policy())
     plain.chat.tokenizer.chat_template = "{{ messages[-1].content }}"
