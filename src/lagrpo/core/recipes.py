@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
 from inspect import getdoc
 from typing import TypeVar, cast
 
@@ -83,7 +82,7 @@ def from_surrogate(function: PieceFunction) -> Recipe:
     Its formula is the first paragraph of the function's docstring.
     """
     # A partial has the docstring of its class.
-    documented = function.func if isinstance(function, partial) else function
+    documented: object = getattr(function, "func", function)
     summary = (getdoc(documented) or "").partition("\n\n")[0].replace("\n", " ")
     name = function_name(function)
     return Recipe(formula=summary.rstrip("."), source=name, surrogate=as_piece(function), name=name)
