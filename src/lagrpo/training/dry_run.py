@@ -12,11 +12,11 @@ from lagrpo.core.objective import Recipe
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import as_settings_error
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
+from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.rollout.vllm.server import find_python
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.tasks import Task
-from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.training.build_policy import build_outline
 from lagrpo.training.build_tasks import (
     build_offline,
