@@ -29,9 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
     "rollout": {*LEAVES, "cpu", "gpu", "model", "rewards", "settings", "tasks"},
     "terminal": {*SMALL, "core", "runs", "settings", "tasks"},
+    "diagnosis": {*SMALL, "core", "runs", "settings", "terminal"},
     "view": {
         *SMALL,
         "core",
+        "diagnosis",
         "model",
         "runs",
         "settings",
@@ -46,7 +48,7 @@ ALLOWED |= {
     "study": {*SMALL, "core", "runs", "settings", "terminal", "training"},
     "env": {*LEAVES, "cpu", "gpu", "model", "runs"},
     "cli": BELOW | {"training", "study", "env"},
-    "__init__": {"core", "machine", "rewards", "runs", "training"},
+    "__init__": {"core", "diagnosis", "machine", "rewards", "runs", "training"},
     "__main__": {"cli", "interrupts", "logs"},
 }
 CORE_MAY_USE = {"torch"} | set(sys.stdlib_module_names)

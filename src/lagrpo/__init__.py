@@ -1,7 +1,8 @@
 """Train language models with GRPO and its relatives on verifiable rewards, on-policy or off-policy.
 
-`lagrpo.train` trains, `lagrpo.evaluate` evaluates a model, `lagrpo.compare` makes a table of runs;
-subclass `lagrpo.Callback` to follow a run; `lagrpo.core` has the losses and imports only torch.
+`lagrpo.train` trains, `lagrpo.evaluate` evaluates a model, `lagrpo.compare` makes a table of runs,
+`lagrpo.diagnose` says what is wrong with one; subclass `lagrpo.Callback` to follow a run;
+`lagrpo.core` has the losses and imports only torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from lagrpo.machine import shorten_spin
 if TYPE_CHECKING:
     from lagrpo.core.inputs import LossInputs
     from lagrpo.core.objective import Recipe
+    from lagrpo.diagnosis.diagnose import diagnose
     from lagrpo.rewards.reward import Reward
     from lagrpo.runs.comparing import compare
     from lagrpo.training.callbacks import Callback
@@ -29,6 +31,7 @@ __all__ = [
     "Result",
     "Reward",
     "compare",
+    "diagnose",
     "evaluate",
     "train",
 ]
@@ -45,6 +48,7 @@ _MODULES = {
     "Result": "lagrpo.training.run",
     "Reward": "lagrpo.rewards.reward",
     "compare": "lagrpo.runs.comparing",
+    "diagnose": "lagrpo.diagnosis.diagnose",
     "evaluate": "lagrpo.training.evaluate",
     "train": "lagrpo.training.run",
 }

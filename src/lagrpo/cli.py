@@ -8,6 +8,7 @@
     lagrpo study FILE.toml         make the runs of a grid over seeds, and compare them
     lagrpo view RUN …              show runs as one HTML page, or with --text in the terminal
     lagrpo compare RUN …           print settings that differ, metrics and evaluations of runs
+    lagrpo diagnose RUN            say why a run does not learn, and what to set
     lagrpo recipes [NAME]          list the losses, or print one with its code
     lagrpo vllm-serve MODEL        start a vLLM server for runs to attach to
     lagrpo verify RUN              replay a run with plain transformers and report differences
@@ -38,7 +39,7 @@ from typing import Any, Literal
 
 from lagrpo import logs
 from lagrpo.env import env
-from lagrpo.errors import SettingsError, explain_os_error, suggest
+from lagrpo.errors import SettingsError, as_settings_error, explain_os_error, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import print_text, redact
 from lagrpo.runs.environment import naming_start
@@ -444,6 +445,26 @@ def compare(runs: Sequence[Path], last: int | None) -> None:
     show_comparison(runs, last)
 
 
+def add_diagnose_arguments(parser: CommandParser) -> None:
+    """Adds the arguments of `diagnose`."""
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--json", action="store_true", dest="as_json")
+
+
+def diagnose(run: Path, *, as_json: bool) -> None:
+    """Say why a run does not learn, with the completions that show it, and what to set.
+
+    RUN     directory of a run, which may be finished, failed or still running
+    --json  print the findings as a JSON object
+    """
+    from lagrpo.diagnosis.diagnose import diagnose
+    from lagrpo.runs.files import to_json
+
+    with as_settings_error():
+        diagnosis = diagnose(run)
+    print_text(to_json(diagnosis.to_json()) if as_json else str(diagnosis))
+
+
 def add_verify_arguments(parser: CommandParser) -> None:
     """Adds the arguments of `verify`."""
     parser.add_argument("run", type=Path, metavar="RUN")
@@ -582,6 +603,7 @@ class SimpleCommand:
 SIMPLE_COMMANDS = {
     "view": SimpleCommand("view RUN … [OPTIONS]", view, add_view_arguments),
     "compare": SimpleCommand("compare RUN … [--last N]", compare, add_compare_arguments),
+    "diagnose": SimpleCommand("diagnose RUN [--json]", diagnose, add_diagnose_arguments),
     "verify": SimpleCommand("verify RUN [OPTIONS]", verify, add_verify_arguments),
     "recipes": SimpleCommand("recipes [NAME]", recipes, add_recipes_arguments),
     "env": SimpleCommand("env", env, lambda parser: None),

@@ -1,4 +1,7 @@
-"""Callbacks, which a run calls when it has written its files; built-in ones log to trackers."""
+"""Callbacks, which a run calls when it has written its files.
+
+Built-in ones log to trackers, and warn of grave faults.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,12 @@ from typing import Any, Literal
 
 import tomli_w
 
+from lagrpo.diagnosis.diagnose import find_all, setting_words
+from lagrpo.diagnosis.record import SHORTEST_WINDOW, RunRecord, shorten
+from lagrpo.diagnosis.table import DETECTORS
 from lagrpo.errors import SettingsError, one_line
 from lagrpo.logs import is_debugging, redact, redact_values, visible
+from lagrpo.settings.load import flatten
 from lagrpo.types import JsonObject, JsonView
 
 logger = logging.getLogger("lagrpo")
@@ -142,6 +149,62 @@ class Trackers(Callback):
                 problem = one_line(redact(f"{type(error).__name__}: {error}"))
                 text = "tracker %s is disabled, training continues: %s"
                 logger.warning(text, name, problem, exc_info=is_debugging())
+
+
+class FaultWatch(Callback):
+    """Warns once of each grave finding of `lagrpo diagnose`, while the run may still be stopped.
+
+    A resumed run warns again: the watch knows the batches of its process alone.
+    """
+
+    EVERY = 5
+    """Batches from one look to the next, after as many looks at the first batches."""
+
+    def __init__(self) -> None:
+        self.settings: JsonObject = {}
+        self.window = SHORTEST_WINDOW
+        self.metrics: list[Row] = []
+        self.rollouts_by_batch: dict[int, list[JsonObject]] = {}
+        self.evaluations: list[Row] = []
+        self.warned = set[str]()  # names of detectors
+        self.is_active = True
+
+    def on_start(self, settings: Row, environment: Row, batch: int) -> None:
+        self.settings = flatten(settings)
+
+    def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
+        self.evaluations.append({**summary, "records": [{"prompt": r["prompt"]} for r in records]})
+
+    def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
+        if not self.is_active:
+            return
+        self.metrics.append(metrics)
+        self.rollouts_by_batch[metrics["step"]] = [shorten(row) for row in rollouts]
+        # Text of more batches would fill the memory of a long run.
+        self.rollouts_by_batch.pop(metrics["step"] - self.window, None)
+        if len(self.metrics) <= self.EVERY or len(self.metrics) % self.EVERY == 0:
+            # Like a tracker: no fault of the watch may end a run.
+            try:
+                self._look()
+            except Exception as error:
+                self.is_active = False
+                problem = one_line(redact(f"{type(error).__name__}: {error}"))
+                text = "the watch for faults is disabled, training continues: %s"
+                logger.warning(text, problem, exc_info=is_debugging())
+
+    def _look(self) -> None:
+        record = RunRecord(
+            settings=self.settings,
+            metrics=self.metrics,
+            rollouts=[row for rows in self.rollouts_by_batch.values() for row in rows],
+            evaluations=self.evaluations,
+            reward_range=tuple(self.settings["task.reward_range"]),
+        )
+        for finding in find_all(record, DETECTORS):
+            if finding.is_grave and finding.detector not in self.warned:
+                self.warned.add(finding.detector)
+                cure = setting_words(finding) or finding.advice
+                logger.warning("%s %s (lagrpo diagnose)", finding.sentence, cure)
 
 
 class TensorBoard:

@@ -29,7 +29,7 @@ from lagrpo.settings.user_loss import keep_sources
 from lagrpo.terminal.display import Display, make_display
 from lagrpo.terminal.text import count_of, finite
 from lagrpo.training.build import BuiltRun
-from lagrpo.training.callbacks import Callback, Status, Trackers
+from lagrpo.training.callbacks import Callback, FaultWatch, Status, Trackers
 from lagrpo.training.checkpoint import restore_checkpoint, save_checkpoint
 from lagrpo.training.checkpoint_files import prune_checkpoints
 from lagrpo.training.evaluation import Evaluations
@@ -90,7 +90,7 @@ class Training:
             keep_sources(self.trainer.recipe, self.store.path)
             run_settings = self.settings.run
             trackers = Trackers(run_settings.report_to, run_settings.log_completions)
-            all_callbacks = [trackers, *callbacks]
+            all_callbacks = [trackers, FaultWatch(), *callbacks]
         self.recorder = Recorder(
             self.settings,
             Rewards.from_reward(built.main.task.reward),

@@ -1,0 +1,241 @@
+"""Detectors of what becomes of reward, entropy and evaluations over a run."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+
+from lagrpo.diagnosis.finding import Finding, percent, places_of
+from lagrpo.diagnosis.record import RunRecord, mean
+from lagrpo.types import JsonView
+
+SIGMAS = 3
+"""Standard errors by which a difference of two means is no chance."""
+
+
+def find_falling_entropy(record: RunRecord, threshold: float) -> Finding | None:
+    """Entropy falls to its floor while the reward does not rise: variety is lost for nothing."""
+    entropies = record.values("entropy")
+    third = len(entropies) // 3
+    if third < 3 or record.is_solved or _has_risen(record, first_part=1 / 2):
+        return None
+    middle = mean(entropies[third : 2 * third]) or 0.0
+    last = mean(entropies[-third:]) or 0.0
+    # Half of it within a third of the run: batches differ by less.
+    if last <= 0 or last > middle / 2:
+        return None
+    batches = third * math.log(last / threshold) / math.log(middle / last)
+    when = f"it reaches {threshold:g} in about {batches:.0f} batches"
+    if batches <= 0:
+        when = f"it is at its floor of {threshold:g}"
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    remaining = (record.settings.get("schedule.batches") or 0) - len(record.metrics)
+    is_near = batches <= max(remaining, third)
+    if not is_near:
+        return None
+    return Finding(
+        f"The entropy fell from {middle:.2g} to {last:.2g} nats per token while the reward did not "
+        f"rise; {when}.",
+        cost=0.6 if batches <= 0 else 0.4,
+        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+    )
+
+
+def find_exploded_entropy(record: RunRecord, threshold: float) -> Finding | None:
+    """The policy has become noise."""
+    first = record.first("entropy")
+    last = record.last("entropy")
+    if first is None or last is None or len(record.metrics) < 2 * record.window:
+        return None
+    # Below a nat, a policy still knows what it says.
+    if last < threshold * first or last < 1:
+        return None
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return Finding(
+        f"The entropy grew from {first:.2g} to {last:.2g} nats per token: the policy is becoming "
+        "noise.",
+        cost=0.8,
+        places=places_of(record.recent_rows[-1:]),
+        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+    )
+
+
+def find_fallen_reward(record: RunRecord, threshold: float) -> Finding | None:
+    """The reward was higher before."""
+    rewards = record.values("reward")
+    window = record.window
+    if len(rewards) < 2 * window:
+        return None
+    last = rewards[-window:]
+    starts = range(0, len(rewards) - 2 * window + 1)
+    best_start = max(starts, key=lambda start: math.fsum(rewards[start : start + window]))
+    best = rewards[best_start : best_start + window]
+    low, high = record.reward_range
+    fall = (math.fsum(best) - math.fsum(last)) / window
+    if fall < threshold * (high - low) or not _differ(best, last):
+        return None
+    best_mean = math.fsum(best) / window
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return Finding(
+        f"The reward fell from {best_mean:.2f} around batch {best_start + window} to "
+        f"{best_mean - fall:.2f} in the last {window} batches.",
+        cost=min(1.0, fall / max(best_mean - low, fall)),
+        places=places_of(record.recent_rows[-1:]),
+        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+    )
+
+
+def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
+    """The reward does not rise, although groups give a signal."""
+    rewards = record.values("reward")
+    third = len(rewards) // 3
+    if third < record.window or record.is_solved or not record.has_signal:
+        return None
+    silent = mean(record.values("frac_reward_zero_std")) or 0.0
+    # With less signal, its absence is the finding.
+    if silent >= 0.7:
+        return None
+    first = mean(rewards[:third]) or 0.0
+    last = mean(rewards[-third:]) or 0.0
+    low, high = record.reward_range
+    is_flat = abs(last - first) < threshold * (high - low)
+    if not is_flat or _differ(rewards[:third], rewards[-third:]):
+        return None
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return Finding(
+        f"The reward has not risen in {len(rewards)} batches: {first:.3f} in the first third, "
+        f"{last:.3f} in the last, although {percent(1 - silent)} of the groups give a signal.",
+        cost=0.45,
+        settings={"optimizer.learning_rate": 3 * rate},
+    )
+
+
+def _differ(some: Sequence[float], others: Sequence[float]) -> bool:
+    """True if the means of two samples differ by more than chance."""
+    error = math.sqrt(
+        statistics.variance(some) / len(some) + statistics.variance(others) / len(others)
+    )
+    difference = math.fsum(some) / len(some) - math.fsum(others) / len(others)
+    return abs(difference) > SIGMAS * error
+
+
+def _has_risen(record: RunRecord, first_part: float) -> bool:
+    """True if the reward is higher in the rest of a run than in this part of it."""
+    rewards = record.values("reward")
+    end = int(first_part * len(rewards))
+    if end < 2 or len(rewards) - end < 2:
+        return True
+    rise = (mean(rewards[end:]) or 0.0) - (mean(rewards[:end]) or 0.0)
+    return rise > 0 and _differ(rewards[:end], rewards[end:])
+
+
+def find_flat_evaluation(record: RunRecord, threshold: float) -> Finding | None:
+    """The reward of training rises, and the evaluation does not."""
+    first = record.first("reward")
+    last = record.last("reward")
+    summaries = _sets(record)
+    if first is None or last is None or not summaries or len(record.metrics) < record.window:
+        return None
+    rise = record.height(last) - record.height(first)
+    name, (before, after) = next(iter(summaries.items()))
+    gain = after["pass@1"] - before["pass@1"]
+    high = after.get("pass@1_change_high", gain)
+    # The evaluation has not gained even half of the reward's rise, chance included.
+    if rise < threshold or high >= rise / 2:
+        return None
+    causes = []
+    staleness = record.last("staleness/mean") or 0.0
+    if staleness:
+        causes.append(
+            f"the reward is of samples {staleness:.0f} updates old on average: see pass@1 instead"
+        )
+    prompts = {row["prompt_id"] for row in record.rollouts}
+    visits = len({(row["prompt_id"], row["step"]) for row in record.rollouts}) / len(prompts or " ")
+    if visits >= 3:
+        causes.append(
+            f"the {len(prompts)} training prompts came {visits:.0f} times each: take more prompts"
+        )
+    label = f" of {name}" if name else ""
+    advice = ""
+    if causes:
+        advice = f"Likely: {'; '.join(causes)}."
+    return Finding(
+        f"The reward rose from {first:.2f} to {last:.2f} in training, but pass@1{label} only went "
+        f"from {percent(before['pass@1'])} to {percent(after['pass@1'])}.",
+        cost=min(1.0, 1 - max(0.0, gain) / rise),
+        advice=advice,
+    )
+
+
+def find_past_best(record: RunRecord, threshold: float) -> Finding | None:
+    """The last evaluation is worse than an earlier one."""
+    for name in {summary.get("set") or "" for summary in record.evaluations}:
+        summaries = _evaluations_of(record, name)
+        if len(summaries) < 2:
+            continue
+        best = max(summaries, key=lambda summary: summary["pass@1"])
+        last = summaries[-1]
+        fall = best["pass@1"] - last["pass@1"]
+        if fall < threshold or last.get("pass@1_high", last["pass@1"]) >= best["pass@1"]:
+            continue
+        label = f" of {name}" if name else ""
+        settings: dict[str, object] = {}
+        if not record.settings.get("eval.best_metric"):
+            settings["eval.best_metric"] = f"{name}.pass@1" if name else "pass@1"
+        rate = record.settings.get("optimizer.learning_rate") or 0.0
+        settings["optimizer.learning_rate"] = float(f"{rate / 3:.2g}")
+        return Finding(
+            f"pass@1{label} was {percent(best['pass@1'])} after batch {best.get('step') or 0}, and "
+            f"is {percent(last['pass@1'])} after batch {last.get('step') or 0}.",
+            cost=min(1.0, fall / best["pass@1"]),
+            settings=settings,
+        )
+    return None
+
+
+def _evaluations_of(record: RunRecord, name: str) -> list[JsonView]:
+    """Returns the evaluations of a set ("" for the only one) that have a pass@1, in order."""
+    return [
+        summary
+        for summary in record.evaluations
+        if (summary.get("set") or "") == name and summary.get("pass@1") is not None
+    ]
+
+
+def _sets(record: RunRecord) -> dict[str, tuple[JsonView, JsonView]]:
+    """Returns the first and the last evaluation of each set that has two."""
+    ends = {}
+    for summary in record.evaluations:
+        name = summary.get("set") or ""
+        summaries = _evaluations_of(record, name)
+        if len(summaries) > 1:
+            ends[name] = (summaries[0], summaries[-1])
+    return ends
+
+
+def find_known_test_prompts(record: RunRecord, threshold: float) -> Finding | None:
+    """Evaluation prompts are training prompts, too."""
+    trained = {_question(row["prompt_text"]) for row in record.rollouts}
+    for summary in record.evaluations:
+        questions = [_question(one["prompt"] or "") for one in summary.get("records", ())]
+        known = [question for question in questions if question in trained]
+        if not questions or len(known) < threshold * len(questions):
+            continue
+        label = f" of {summary['set']}" if summary.get("set") else ""
+        return Finding(
+            f"{len(known)} of {len(questions)} evaluation prompts{label} are training prompts, "
+            "too: pass@1 does not say what the policy does with new ones.",
+            cost=0.2 * len(known) / len(questions),
+            places=places_of(
+                row for row in record.rollouts if _question(row["prompt_text"]) == known[0]
+            ),
+        )
+    return None
+
+
+def _question(text: str) -> str:
+    """Returns the last message of a prompt, by its text in the rollouts or in an evaluation."""
+    messages = re.split(r"(?:^|\n)(?:system|user|assistant|developer): ", text)
+    return messages[-1].strip()

@@ -1,0 +1,87 @@
+"""Detectors of time that a run waits. They cost no signal, but seconds."""
+
+from __future__ import annotations
+
+from lagrpo.diagnosis.finding import Finding, percent, places_of
+from lagrpo.diagnosis.record import RunRecord, mean
+
+PHASES = {
+    "generate": "sampling",
+    "train": "learning",
+    "reward": "rewards",
+    "sync": "weight syncs",
+    "score": "log-probs for metrics",
+}
+"""Phases of a batch by their metrics time/NAME, with what they are."""
+
+SHORTEST_STEP = 0.5
+"""Seconds of a batch below which nobody waits."""
+
+
+def shares_of_time(record: RunRecord) -> dict[str, float]:
+    """Returns the share of each phase, by the names of PHASES; empty without timed batches.
+
+    The first batch warms up, so it counts only if it is the only one.
+    """
+    lines = record.metrics[1:] or record.metrics
+    total = sum(record.values("time/step", lines))
+    if not total:
+        return {}
+    return {name: sum(record.values(f"time/{name}", lines)) / total for name in PHASES}
+
+
+def seconds_of_batch(record: RunRecord) -> float | None:
+    """Returns the mean seconds of a batch; None without one."""
+    return mean(record.values("time/step", record.metrics[1:] or record.metrics))
+
+
+def find_slow_rewards(record: RunRecord, threshold: float) -> Finding | None:
+    """The run waits for reward functions."""
+    return _find_slow_phase(record, threshold, "reward", {})
+
+
+def find_slow_syncs(record: RunRecord, threshold: float) -> Finding | None:
+    """The run waits for weight syncs."""
+    sync_every = record.settings.get("schedule.sync_every") or 1
+    return _find_slow_phase(record, threshold, "sync", {"schedule.sync_every": 2 * sync_every})
+
+
+def _find_slow_phase(
+    record: RunRecord, threshold: float, phase: str, settings: dict[str, object]
+) -> Finding | None:
+    share = shares_of_time(record).get(phase, 0.0)
+    seconds = seconds_of_batch(record) or 0.0
+    if share < threshold or seconds < SHORTEST_STEP:
+        return None
+    return Finding(
+        f"{percent(share)} of the time goes to {PHASES[phase]}: {share * seconds:.1f} of "
+        f"{seconds:.1f} seconds per batch.",
+        cost=share / 10,
+        settings=settings,
+    )
+
+
+def find_stragglers(record: RunRecord, threshold: float) -> Finding | None:
+    """Sampling bounds the run, and waits for few long completions."""
+    share = shares_of_time(record).get("generate", 0.0)
+    seconds = seconds_of_batch(record) or 0.0
+    rows = record.recent_rows
+    lengths = [row["length"] for row in rows]
+    average = mean(lengths)
+    if not average or seconds < SHORTEST_STEP or share < 0.5:
+        return None
+    longest = max(lengths)
+    if longest < threshold * average:
+        return None
+    by_length = sorted(lengths)
+    usual = by_length[int(0.99 * (len(by_length) - 1))]
+    settings: dict[str, object] = {"schedule.sync_every": 2}
+    if (record.settings.get("schedule.sync_every") or 1) > 1:
+        settings = {"rollout.max_completion_length": usual}
+    return Finding(
+        f"Sampling takes {percent(share)} of the time and waits for the longest completion: "
+        f"{longest} tokens, the mean is {average:.0f}, and 99 % have at most {usual}.",
+        cost=share / 10,
+        places=places_of(row for row in rows if row["length"] == longest),
+        settings=settings,
+    )

@@ -1,0 +1,166 @@
+"""Detectors of updates that lose their gradient, do not move the policy, or move it too far."""
+
+from __future__ import annotations
+
+import statistics
+
+from lagrpo.core.lag_table import held_lag, recipes_that_hold
+from lagrpo.diagnosis.finding import Finding, percent, places_of
+from lagrpo.diagnosis.record import RunRecord, mean
+from lagrpo.terminal.text import count_of
+
+
+def find_clip(record: RunRecord, threshold: float) -> Finding | None:
+    """The clip cuts the gradient of many tokens of one sign of the advantage."""
+    in_objective = [row for row in record.recent_rows if row["excluded_reason"] == ""]
+    tokens = sum(row["length"] for row in in_objective)
+    if not tokens:
+        return None
+    tokens_with_signal = sum(row["length"] for row in in_objective if row["advantage"])
+    cut_shares = {}
+    for sign, metric in ((-1, "clip_ratio/low_mean"), (1, "clip_ratio/high_mean")):
+        of_sign = sum(row["length"] for row in in_objective if sign * (row["advantage"] or 0) > 0)
+        cut = (record.last(metric) or 0.0) * tokens
+        cut_shares[sign] = (min(1.0, cut / of_sign) if of_sign else 0.0, cut)
+    (low, low_cut), (high, high_cut) = cut_shares[-1], cut_shares[1]
+    if max(low, high) < threshold:
+        return None
+    settings = _fresher_samples(record)
+    return Finding(
+        f"The clip cuts the gradient of {percent(low)} of the tokens with a negative advantage and "
+        f"of {percent(high)} of those with a positive one.",
+        cost=min(1.0, (low_cut + high_cut) / max(1, tokens_with_signal)),
+        settings=settings,
+    )
+
+
+def _fresher_samples(record: RunRecord) -> dict[str, object]:
+    """Returns the settings that make a clip act less."""
+    sync_every = record.settings.get("schedule.sync_every") or 1
+    iterations = record.settings.get("schedule.num_iterations") or 1
+    lag = record.settings.get("schedule.constant_lag") or 0
+    if sync_every > 1:
+        return {"schedule.sync_every": max(1, sync_every // 2)}
+    if lag:
+        return {"schedule.constant_lag": lag // 2}
+    if iterations > 1:
+        return {"schedule.num_iterations": max(1, iterations // 2)}
+    return {"loss.epsilon": 0.2}
+
+
+def find_filters(record: RunRecord, threshold: float) -> Finding | None:
+    """Filters drop many tokens or completions that have an advantage."""
+    tokens = record.last("filtered/tokens") or 0.0
+    completions = record.last("filtered/completions") or 0.0
+    if max(tokens, completions) < threshold:
+        return None
+    filters = record.settings.get("loss.filters")
+    names = ", ".join(filters) if filters else "of the recipe"
+    return Finding(
+        f"The filters ({names}) drop {percent(tokens)} of the tokens with an advantage, and "
+        f"{percent(completions)} of the completions with one.",
+        cost=max(tokens, completions),
+    )
+
+
+def find_still_weights(record: RunRecord, threshold: float) -> Finding | None:
+    """Updates change hardly any weight."""
+    changed = mean(record.values("weight_sync/changed_fraction"))
+    if changed is None or changed > threshold or not record.has_signal:
+        return None
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    settings: dict[str, object] = {"optimizer.learning_rate": 10 * rate}
+    if record.settings.get("optimizer.dither_master_weights") is False:
+        settings = {"optimizer.dither_master_weights": True}
+    return Finding(
+        f"A weight sync changes {percent(changed)} of the weights, although updates have a "
+        f"gradient: the learning rate of {rate:g} is rounded away.",
+        cost=0.95,
+        settings=settings,
+    )
+
+
+def find_still_policy(record: RunRecord, threshold: float) -> Finding | None:
+    """The policy does not move away from the one that sampled, over whole sync cycles."""
+    stale = record.stale_batches
+    kl = mean(record.values("rollout/kl", stale))
+    updates = mean(record.values("staleness/mean", stale))
+    if kl is None or updates is None or kl > threshold or not record.has_signal:
+        return None
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return Finding(
+        f"The policy hardly moves: rollout/kl is {kl:.1e} nats per token at a mean staleness of "
+        f"{updates:.1f} updates, with a learning rate of {rate:g}.",
+        cost=0.9,
+        settings={"optimizer.learning_rate": 10 * rate},
+    )
+
+
+def find_clipped_gradient(record: RunRecord, threshold: float) -> Finding | None:
+    """Nearly every gradient is much longer than max_grad_norm, so that all count the same."""
+    limit = record.settings.get("optimizer.max_grad_norm") or 0.0
+    norms = [norm for norm in record.values("grad_norm") if norm > 0]
+    if not limit or len(norms) < record.window:
+        return None
+    clipped = sum(norm > limit for norm in norms) / len(norms)
+    median = statistics.median(norms)
+    # Below three times the limit, clipping evens out batches without hiding their differences.
+    if clipped < threshold or median < 3 * limit:
+        return None
+    return Finding(
+        f"{percent(clipped)} of the gradients are longer than optimizer.max_grad_norm = {limit:g}, "
+        f"with a median of {median:.3g}: batches with much signal count like batches with little.",
+        cost=0.1,
+        settings={"optimizer.max_grad_norm": float(f"{2 * median:.1g}")},
+    )
+
+
+def find_mismatch(record: RunRecord, threshold: float) -> Finding | None:
+    """Engine and trainer disagree about log-probs of the same weights."""
+    fresh = record.fresh_batches
+    difference = mean(record.values("rollout/logp_difference_mean", fresh))
+    if difference is None or difference < threshold:
+        return None
+    return Finding(
+        f"Rollout engine and trainer differ by {difference:.2f} nats per token with the same "
+        f"weights: mean of {count_of(len(fresh), 'batch', 'es')} at staleness 0.",
+        # At a nat, the sampled tokens say nothing about the policy.
+        cost=min(1.0, difference),
+        settings={"loss.recipe": "grpo_tis"},
+    )
+
+
+def find_kl(record: RunRecord, threshold: float) -> Finding | None:
+    """The policy is farther from the one that sampled than stable runs were."""
+    stale = record.stale_batches
+    kl = mean(record.values("rollout/kl", stale))
+    if kl is None or kl < threshold:
+        return None
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return Finding(
+        f"The mean rollout/kl of stale batches is {kl:.2f} nats per token: stable runs stay below "
+        f"{threshold:g}, and unstable ones were above {2 * threshold:g}.",
+        # Grave from twice the threshold on, where runs were unstable.
+        cost=min(1.0, 0.25 * kl / threshold),
+        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+    )
+
+
+def find_staleness(record: RunRecord, threshold: float) -> Finding | None:
+    """Samples are staler than the recipe held in the benchmark."""
+    recipe = record.settings.get("loss.recipe") or ""
+    staleness = max(record.values("staleness/max"), default=0.0)
+    held = held_lag(recipe)
+    if held is None or staleness <= threshold * held:
+        return None
+    _, better = recipes_that_hold(int(staleness))
+    settings: dict[str, object] = {"loss.recipe": better[0]} if better else {}
+    kept = f"held up to {held}"
+    if held == 0:
+        kept = "did not hold at any lag that was measured"
+    return Finding(
+        f"Samples are up to {staleness:.0f} updates old, and the recipe {recipe} {kept}.",
+        cost=0.3,
+        places=places_of(row for row in record.recent_rows if (row["staleness"] or 0) >= staleness),
+        settings=settings,
+    )
