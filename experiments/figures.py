@@ -50,13 +50,14 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("cli", "commands"),),
     (("study", "grids of runs over seeds"),),
     (("training", "loop, trainer, checkpoints"),),
-    (("rollout/vllm", "servers, weight transfer"), ("data", "prompts of a batch, offline data")),
     (
-        ("rollout", "local engine, schedule"),
-        ("terminal", "progress, tables"),
+        ("rollout/vllm", "servers, weight transfer"),
+        ("data", "prompts of a batch, offline data"),
         ("verify", "replays a run"),
         ("view", "HTML page"),
     ),
+    (("rollout", "local engine, schedule"), ("diagnosis", "findings of a run")),
+    (("terminal", "progress, tables"),),
     (("settings", "schema, TOML, command line"),),
     (("model", "loading, packed rows, LoRA"), ("tasks", "prompts, environments")),
     (

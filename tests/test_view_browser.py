@@ -517,3 +517,17 @@ def test_page_rounds_a_share_as_the_terminal_does(opened, run):
     page = opened(run)
     tab(page, "evaluations")
     assert f"{97 / 400:.1%}".replace("%", " %") in page.js("document.body.innerText")
+
+
+def test_finding_links_to_the_completion_that_shows_it(opened, run):
+    """All of prompt 2 is wrong in every batch of `fill`, and a third of the others, too."""
+    page = opened(run, address="#tab=diagnosis")
+    assert "were never solved" in page.text(".findings")
+    page.click(".findings .places button")
+    assert "Prompt 2 in batch" in page.text(".group-head h2")
+    assert page.js("document.querySelectorAll('.opened').length") == 1
+
+
+def test_run_without_findings_says_so(opened, tmp_path):
+    page = opened(make_run(tmp_path), address="#tab=diagnosis")
+    assert "Nothing to diagnose" in page.text(".diagnosis")

@@ -86,6 +86,13 @@ EXAMPLES = [
         before="train demo --schedule.batches 2 --schedule.sync_every 2 --run.name second",
     ),
     Example(
+        "diagnose runs/first",
+        "find out why a run does not learn",
+        r".*\S",
+        note="What is wrong, the completions that show it, and what to set. "
+        "Two batches are few: most answers are still too long.",
+    ),
+    Example(
         "view runs/first --text",
         "read completions",
         r".*\S",

@@ -47,7 +47,7 @@ NAVIGATION = {
         "extending",
         "multi-turn",
     ],
-    "Runs": ["evaluation", "checkpoints", "inspect", "studies", "verify"],
+    "Runs": ["evaluation", "checkpoints", "inspect", "diagnose", "studies", "verify"],
     "Hardware": ["gpus", "vllm", "lora", "precision"],
     "Reference": ["commands", "settings", "metrics", "run-files", "architecture", "papers"],
 }

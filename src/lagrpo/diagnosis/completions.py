@@ -7,6 +7,7 @@ from collections import Counter
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import ALL_WRONG, RunRecord, groups_of, mean, scored_rows
+from lagrpo.terminal.text import count_of
 
 END = 1000
 """Characters at the end of a completion in which repetition is looked for."""
@@ -17,6 +18,9 @@ SHORTEST = 200
 COMPRESSION = 5
 """Repeated text is compressed to less than a fifth; prose and proofs to a half or a third."""
 
+COLD = 0.7
+"""Temperature below which copies come from the temperature, also where they are right."""
+
 
 def find_cut(record: RunRecord, threshold: float) -> Finding | None:
     """Many completions are cut at the limit, and are worth less than those that end."""
@@ -25,22 +29,24 @@ def find_cut(record: RunRecord, threshold: float) -> Finding | None:
     if not rows or len(cut) < threshold * len(rows):
         return None
     cut_reward = record.height(mean([row["reward"] for row in cut]) or 0.0)
-    # If none ends, half of the range stands for what an answer might get.
-    reward = 0.5
-    others = "none ends by itself"
+    # If none ends, the whole range stands for what an answer might get.
+    reward = 1.0
+    others = "and none ends by itself"
     finished = [row["reward"] for row in rows if row["finished"]]
     if finished:
         reward = record.height(mean(finished) or 0.0)
         others = f"the others {mean(finished):.2f}"
-    # Cut completions with half of the others' reward lose nothing worth a finding.
+    # With more than half of the others' reward, little is lost.
     if cut_reward > reward / 2 or reward <= 0:
         return None
     share = len(cut) / len(rows)
     limit = record.settings.get("rollout.max_completion_length")
     return Finding(
-        f"{percent(share)} of the completions are cut at the limit of {limit} tokens; they have a "
-        f"mean reward of {mean([row['reward'] for row in cut]):.2f}, {others}.",
-        cost=share * (1 - max(0.0, cut_reward) / reward),
+        f"{percent(share)} of the completions are cut at the limit of "
+        f"{count_of(limit or 0, 'token')}; they have a mean reward of "
+        f"{mean([row['reward'] for row in cut]):.2f}, {others}.",
+        # If none ends, the limit explains all that is missing.
+        cost=share * (1 - max(0.0, cut_reward) / reward) if finished else share,
         places=places_of(cut),
         settings={"rollout.max_completion_length": 2 * limit} if limit else {},
     )
@@ -104,17 +110,18 @@ def _repeats_itself(text: str) -> bool:
 
 
 def find_equal_completions(record: RunRecord, threshold: float) -> Finding | None:
-    """Groups consist of one wrong completion, many times."""
+    """Groups consist of one completion, many times: by a low temperature, or all wrong."""
     groups = [group for group in groups_of(record.recent_rows) if len(group) > 1]
+    temperature = record.settings.get("rollout.temperature") or 1.0
     stuck = []
     for group in groups:
         (_, copies), *_ = Counter(row["completion"] for row in group).most_common(1)
-        if record.kind(group) == ALL_WRONG and copies > 0.8 * len(group):
+        is_suspect = temperature < COLD or record.kind(group) == ALL_WRONG
+        if is_suspect and copies > 0.8 * len(group):
             stuck.append(group)
     if not groups or len(stuck) < threshold * len(groups):
         return None
     share = len(stuck) / len(groups)
-    temperature = record.settings.get("rollout.temperature") or 1.0
     settings: dict[str, float] = {}
     advice = ""
     if temperature < 1:
@@ -125,7 +132,7 @@ def find_equal_completions(record: RunRecord, threshold: float) -> Finding | Non
             "learning rate."
         )
     return Finding(
-        f"In {percent(share)} of the groups nearly all completions are the same wrong text "
+        f"In {percent(share)} of the groups nearly all completions are the same text "
         f"(temperature {temperature:g}).",
         cost=share,
         places=places_of(group[0] for group in stuck),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from lagrpo.diagnosis.record import RunRecord, load_record
 from lagrpo.diagnosis.table import DETECTORS
 from lagrpo.diagnosis.timing import PHASES, seconds_of_batch, shares_of_time
 from lagrpo.runs.directory import Run
+from lagrpo.runs.reading import load_status
 from lagrpo.terminal.text import count_of
 from lagrpo.types import JsonObject
 
@@ -21,6 +22,8 @@ class Diagnosis:
     """The findings of a run. Printed, it is the text of `lagrpo diagnose`."""
 
     run: str
+    status: str
+    """finished, failed, running …"""
     batches: int
     completions: int
     """that were read"""
@@ -31,11 +34,11 @@ class Diagnosis:
 
     def __str__(self) -> str:
         counts = f"{count_of(self.batches, 'batch', 'es')}, {self.completions:,} completions read"
-        lines = [f"{self.run}: {counts}"]
+        lines = [f"{self.run}: {self.status}, {counts}"]
         if self.time:
             lines.append(self.time)
         if not self.batches:
-            lines.append("Nothing to diagnose yet: the first batch is not finished.")
+            lines.append("Nothing to diagnose: no batch is finished.")
         elif not self.findings:
             lines.append("Nothing found.")
         for number, finding in enumerate(self.findings, start=1):
@@ -81,6 +84,7 @@ def diagnose(run: Run | Path | str, detectors: Sequence[Detector] = ()) -> Diagn
     record = load_record(run)
     return Diagnosis(
         run=str(record.path),
+        status=load_status(run)[0],
         batches=len(record.metrics),
         completions=len(record.rollouts),
         time=_describe_time(record),
@@ -98,7 +102,17 @@ def find_all(record: RunRecord, detectors: Sequence[Detector]) -> tuple[Finding,
         if finding is not None:
             advice = finding.advice or detector.advice
             findings.append(replace(finding, detector=detector.name, advice=advice))
-    return tuple(sorted(findings, key=lambda finding: -finding.cost))
+    findings.sort(key=lambda finding: -finding.cost)
+    return tuple(_set_once(findings))
+
+
+def _set_once(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yields the findings, each without settings that a costlier one changes."""
+    changed: set[str] = set()
+    for finding in findings:
+        settings = {name: value for name, value in finding.settings.items() if name not in changed}
+        changed |= settings.keys()
+        yield replace(finding, settings=settings)
 
 
 def _describe_time(record: RunRecord) -> str:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Sequence
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
-from lagrpo.diagnosis.record import RunRecord, mean
+from lagrpo.diagnosis.record import RunRecord, differ, mean
 from lagrpo.types import JsonView
-
-SIGMAS = 3
-"""Standard errors by which a difference of two means is no chance."""
 
 
 def find_falling_entropy(record: RunRecord, threshold: float) -> Finding | None:
     """Entropy falls to its floor while the reward does not rise: variety is lost for nothing."""
     entropies = record.values("entropy")
     third = len(entropies) // 3
-    if third < 3 or record.is_solved or _has_risen(record, first_part=1 / 2):
+    if third < 3 or record.is_solved or record.rises():
         return None
     middle = mean(entropies[third : 2 * third]) or 0.0
     last = mean(entropies[-third:]) or 0.0
@@ -31,14 +26,13 @@ def find_falling_entropy(record: RunRecord, threshold: float) -> Finding | None:
     if batches <= 0:
         when = f"it is at its floor of {threshold:g}"
     rate = record.settings.get("optimizer.learning_rate") or 0.0
-    remaining = (record.settings.get("schedule.batches") or 0) - len(record.metrics)
-    is_near = batches <= max(remaining, third)
-    if not is_near:
+    # Beyond as many batches as it has had, the pace says nothing.
+    if batches > len(record.metrics):
         return None
     return Finding(
         f"The entropy fell from {middle:.2g} to {last:.2g} nats per token while the reward did not "
         f"rise; {when}.",
-        cost=0.6 if batches <= 0 else 0.4,
+        cost=0.6 if batches <= 0 else 0.5,
         settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
     )
 
@@ -74,7 +68,7 @@ def find_fallen_reward(record: RunRecord, threshold: float) -> Finding | None:
     best = rewards[best_start : best_start + window]
     low, high = record.reward_range
     fall = (math.fsum(best) - math.fsum(last)) / window
-    if fall < threshold * (high - low) or not _differ(best, last):
+    if fall < threshold * (high - low) or not differ(best, last):
         return None
     best_mean = math.fsum(best) / window
     rate = record.settings.get("optimizer.learning_rate") or 0.0
@@ -101,7 +95,7 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
     last = mean(rewards[-third:]) or 0.0
     low, high = record.reward_range
     is_flat = abs(last - first) < threshold * (high - low)
-    if not is_flat or _differ(rewards[:third], rewards[-third:]):
+    if not is_flat or differ(rewards[:third], rewards[-third:]):
         return None
     rate = record.settings.get("optimizer.learning_rate") or 0.0
     return Finding(
@@ -110,25 +104,6 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
         cost=0.45,
         settings={"optimizer.learning_rate": 3 * rate},
     )
-
-
-def _differ(some: Sequence[float], others: Sequence[float]) -> bool:
-    """True if the means of two samples differ by more than chance."""
-    error = math.sqrt(
-        statistics.variance(some) / len(some) + statistics.variance(others) / len(others)
-    )
-    difference = math.fsum(some) / len(some) - math.fsum(others) / len(others)
-    return abs(difference) > SIGMAS * error
-
-
-def _has_risen(record: RunRecord, first_part: float) -> bool:
-    """True if the reward is higher in the rest of a run than in this part of it."""
-    rewards = record.values("reward")
-    end = int(first_part * len(rewards))
-    if end < 2 or len(rewards) - end < 2:
-        return True
-    rise = (mean(rewards[end:]) or 0.0) - (mean(rewards[:end]) or 0.0)
-    return rise > 0 and _differ(rewards[:end], rewards[end:])
 
 
 def find_flat_evaluation(record: RunRecord, threshold: float) -> Finding | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +43,12 @@ MOST_COMPLETIONS = 20_000
 SHORTEST_WINDOW = 10
 """Batches that the beginning and the end of a run have, if its cycle of weight syncs is shorter."""
 
+SIGMAS = 3
+"""Standard errors by which a difference of two means is no chance."""
+
+FIRST_BATCHES = 3
+"""Batches that show what the initial policy does."""
+
 ALL_RIGHT = "all right"
 ALL_WRONG = "all wrong"
 
@@ -68,8 +75,7 @@ class RunRecord:
     @cached_property
     def window(self) -> int:
         """Batches of the beginning and of the end that detectors compare: whole sync cycles."""
-        cycle = self.settings.get("schedule.sync_every") or 1
-        return max(SHORTEST_WINDOW, cycle)
+        return window_of(self.settings)
 
     def values(self, metric: str, metrics: Sequence[JsonView] | None = None) -> list[float]:
         """Returns the values that a metric has, in the order of batches."""
@@ -83,6 +89,17 @@ class RunRecord:
     def last(self, metric: str) -> float | None:
         """Returns the mean of a metric over the last window; None without a value."""
         return mean(self.values(metric, self.metrics[-self.window :]))
+
+    def rises(self) -> bool:
+        """True if the reward of the last window is higher than before it, by more than chance."""
+        rewards = self.values("reward")
+        before = rewards[-2 * self.window : -self.window]
+        last = rewards[-self.window :]
+        if len(before) < 2 or len(last) < 2:
+            return False
+        return math.fsum(last) / len(last) > math.fsum(before) / len(before) and differ(
+            before, last
+        )
 
     @cached_property
     def stale_batches(self) -> list[JsonView]:
@@ -135,11 +152,27 @@ class RunRecord:
         return any(self.values("grad_norm"))
 
     @cached_property
+    def has_collapsed(self) -> bool:
+        """True if the policy was clearly better at the beginning than it is now."""
+        last = self.last("reward")
+        rewards = self.values("reward")[:FIRST_BATCHES]
+        if last is None or not rewards:
+            return False
+        earlier = [self.height(math.fsum(rewards) / len(rewards))]
+        earlier += [summary.get("pass@1") or 0.0 for summary in self.evaluations]
+        return max(earlier) > 2 * self.height(last) + 0.1
+
+    @cached_property
     def is_solved(self) -> bool:
         """True if the last rewards are near the largest one: no signal is lost then."""
         reward = self.last("reward")
         # A tenth of the range: policies that sample hardly get nearer.
         return reward is not None and self.height(reward) > 0.9
+
+
+def window_of(settings: JsonView) -> int:
+    """Returns the batches of a window: a cycle of weight syncs, but not less than the shortest."""
+    return max(SHORTEST_WINDOW, settings.get("schedule.sync_every") or 1)
 
 
 def scored_rows(rows: Iterable[JsonView]) -> list[JsonView]:
@@ -151,6 +184,15 @@ def groups_of(rows: Sequence[JsonView]) -> list[list[JsonView]]:
     """Returns the completions by group, in order."""
     groups = groupby(rows, key=lambda row: (row["step"], row["prompt_id"], row["epoch"]))
     return [list(members) for _, members in groups]
+
+
+def differ(some: Sequence[float], others: Sequence[float]) -> bool:
+    """True if the means of two samples differ by more than chance."""
+    error = math.sqrt(
+        statistics.variance(some) / len(some) + statistics.variance(others) / len(others)
+    )
+    difference = math.fsum(some) / len(some) - math.fsum(others) / len(others)
+    return abs(difference) > SIGMAS * error
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -170,11 +212,10 @@ def load_record(run: Run | Path | str) -> RunRecord:
         summary | {"records": reading.load_evaluation_records(run, summary["name"])}
         for summary in recorded.evaluations
     ]
-    window = max(SHORTEST_WINDOW, recorded.recent_batches)
     return RunRecord(
         settings=settings,
         metrics=recorded.metrics,
-        rollouts=_load_rollouts(run, window),
+        rollouts=_load_rollouts(run, window_of(settings)),
         evaluations=evaluations,
         reward_range=reading.load_reward_range(run),
         path=run.path,

@@ -54,7 +54,7 @@ def find_too_hard(record: RunRecord, threshold: float) -> Finding | None:
     """Most groups are all wrong."""
     groups = [group for group in groups_of(record.recent_rows) if len(scored_rows(group)) > 1]
     wrong = [group for group in groups if record.kind(group) == ALL_WRONG]
-    if not groups or len(wrong) < threshold * len(groups):
+    if not groups or len(wrong) < threshold * len(groups) or record.has_collapsed:
         return None
     rows = scored_rows(record.recent_rows)
     right = sum(record.is_correct(row) for row in rows)
@@ -114,7 +114,8 @@ def _find_constant_prompts(
     constant = [
         groups for groups in visited.values() if all(record.kind(group) == kind for group in groups)
     ]
-    if not visited or len(constant) < threshold * len(visited):
+    # If all prompts are alike, the task as a whole is too hard or too easy.
+    if len(constant) in (0, len(visited)) or len(constant) < threshold * len(visited):
         return None
     completions = sum(len(group) for groups in constant for group in groups)
     all_completions = sum(len(group) for groups in visited.values() for group in groups)
@@ -129,7 +130,9 @@ def _find_constant_prompts(
 def find_constant_reward(record: RunRecord, threshold: float) -> Finding | None:
     """One of several rewards never varies, and not because it is always met."""
     rows = scored_rows(record.recent_rows)
-    for reward in _weighted_rewards(record):
+    rewards = _weighted_rewards(record)
+    # A single reward that never varies leaves groups without a signal.
+    for reward in rewards if len(rewards) > 1 else ():
         values = [value for value in _values(rows, reward["name"]) if value is not None]
         low, high = reward.get("range") or (0.0, 1.0)
         if len(values) < 2 or statistics.pstdev(values) > threshold * (high - low):

@@ -69,7 +69,7 @@ DETECTORS = (
         reads="finished, reward",
         # One in five: fewer are long thoughts that no limit ends.
         threshold=0.2,
-        advice="Or ask for shorter answers in task.system_prompt.",
+        advice="Shorter answers help, too: ask for them in task.system_prompt.",
         find=completions.find_cut,
     ),
     Detector(
@@ -77,7 +77,7 @@ DETECTORS = (
         reads="completions/mean_length, length",
         # Nine tenths of the limit: the next growth by a tenth is cut.
         threshold=0.9,
-        advice="Or let the reward prefer short completions (recipe dapo has overlong_buffer).",
+        advice="A reward for short completions helps, too (overlong_buffer of recipe dapo).",
         find=completions.find_length_drift,
     ),
     Detector(
@@ -101,7 +101,7 @@ DETECTORS = (
         reads="clip_ratio/low_mean, clip_ratio/high_mean, advantage",
         # Of the tokens of a sign; GRPO at v = 10 learned well with .4 of the negative ones cut.
         threshold=0.5,
-        advice="Or use a recipe with a wider range, such as prime_rl.",
+        advice="A recipe with a wider range, such as prime_rl, cuts less.",
         find=updates.find_clip,
     ),
     Detector(
@@ -115,8 +115,8 @@ DETECTORS = (
     Detector(
         "still_weights",
         reads="weight_sync/changed_fraction",
-        # Dithered bf16 weights change by about the learning rate over their spacing: at 1e-6, 1 %.
-        threshold=1e-4,
+        # In bf16 it is about the learning rate over the spacing of weights: 1 % at a rate of 1e-6.
+        threshold=1e-3,
         advice="docs/precision.md explains why small updates of bf16 weights are lost.",
         find=updates.find_still_weights,
     ),
@@ -125,7 +125,7 @@ DETECTORS = (
         reads="rollout/kl, staleness/mean",
         # KL grows with the square of the way: to .1 nats it takes 300 such cycles.
         threshold=1e-6,
-        advice="Raise it while rollout/kl stays below .05.",
+        advice="Raise the learning rate while rollout/kl stays below .05.",
         find=updates.find_still_policy,
     ),
     Detector(
@@ -146,10 +146,10 @@ DETECTORS = (
     ),
     Detector(
         "kl",
-        reads="rollout/kl of stale batches",
+        reads="rollout/kl of stale batches, reward",
         # The rule of docs/off-policy.md: stable runs stay below .05 nats per token.
         threshold=0.05,
-        advice="Or sync more often.",
+        advice="More weight syncs help, too.",
         find=updates.find_kl,
     ),
     Detector(
@@ -157,7 +157,7 @@ DETECTORS = (
         reads="staleness/max, loss.recipe",
         # Times the lag up to which the recipe held in the benchmark (lagrpo recipes).
         threshold=1,
-        advice="Or sync more often.",
+        advice="More weight syncs help, too.",
         find=updates.find_staleness,
     ),
     Detector(
@@ -189,7 +189,7 @@ DETECTORS = (
         reads="reward, frac_reward_zero_std",
         # Of the range of rewards; the standard errors decide as well.
         threshold=0.05,
-        advice="Raise it until the reward moves; lower it again if it falls.",
+        advice="Raise the learning rate until the reward moves, and lower it if the reward falls.",
         find=learning.find_flat_reward,
     ),
     Detector(
@@ -227,16 +227,16 @@ DETECTORS = (
     Detector(
         "slow_rewards",
         reads="time/reward",
-        # A third of the time.
-        threshold=0.33,
+        # Two fifths of the time, more than learning usually has.
+        threshold=0.4,
         advice="Make the reward function faster; workers score the completions of a batch at once.",
         find=timing.find_slow_rewards,
     ),
     Detector(
         "slow_syncs",
         reads="time/sync",
-        # A third of the time.
-        threshold=0.33,
+        # As for slow_rewards.
+        threshold=0.4,
         advice="docs/off-policy.md says which losses tolerate the staler samples.",
         find=timing.find_slow_syncs,
     ),

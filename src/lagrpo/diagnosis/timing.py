@@ -14,7 +14,7 @@ PHASES = {
 }
 """Phases of a batch by their metrics time/NAME, with what they are."""
 
-SHORTEST_STEP = 0.5
+SHORTEST_STEP = 2
 """Seconds of a batch below which nobody waits."""
 
 

@@ -9,6 +9,9 @@ from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import RunRecord, mean
 from lagrpo.terminal.text import count_of
 
+LEAST_SYNCS = 3
+"""Weight syncs after updates that say how much weights change."""
+
 
 def find_clip(record: RunRecord, threshold: float) -> Finding | None:
     """The clip cuts the gradient of many tokens of one sign of the advantage."""
@@ -65,16 +68,26 @@ def find_filters(record: RunRecord, threshold: float) -> Finding | None:
 
 def find_still_weights(record: RunRecord, threshold: float) -> Finding | None:
     """Updates change hardly any weight."""
-    changed = mean(record.values("weight_sync/changed_fraction"))
-    if changed is None or changed > threshold or not record.has_signal:
+    fractions = []
+    had_gradient = False
+    for line in record.metrics:
+        # A sync is before its batch, so it shares the updates of earlier batches.
+        if line.get("weight_sync/performed") and had_gradient:
+            fractions.append(line.get("weight_sync/changed_fraction"))
+            had_gradient = False
+        had_gradient = had_gradient or bool(line.get("grad_norm"))
+    fractions = [fraction for fraction in fractions if fraction is not None]
+    # A warm-up begins with small updates.
+    changed = mean(fractions[len(fractions) // 2 :])
+    if changed is None or len(fractions) < LEAST_SYNCS or changed > threshold:
         return None
     rate = record.settings.get("optimizer.learning_rate") or 0.0
     settings: dict[str, object] = {"optimizer.learning_rate": 10 * rate}
     if record.settings.get("optimizer.dither_master_weights") is False:
-        settings = {"optimizer.dither_master_weights": True}
+        settings["optimizer.dither_master_weights"] = True
     return Finding(
         f"A weight sync changes {percent(changed)} of the weights, although updates have a "
-        f"gradient: the learning rate of {rate:g} is rounded away.",
+        f"gradient: the learning rate of {rate:g} is too small.",
         cost=0.95,
         settings=settings,
     )
@@ -132,14 +145,19 @@ def find_mismatch(record: RunRecord, threshold: float) -> Finding | None:
 
 def find_kl(record: RunRecord, threshold: float) -> Finding | None:
     """The policy is farther from the one that sampled than stable runs were."""
-    stale = record.stale_batches
+    window = record.window
+    # A policy that learns moves away from the one that sampled: that alone is no fault.
+    if len(record.metrics) < 2 * window or record.rises():
+        return None
+    recent = record.metrics[-window:]
+    stale = [line for line in recent if (line.get("staleness/max") or 0) > 0]
     kl = mean(record.values("rollout/kl", stale))
     if kl is None or kl < threshold:
         return None
     rate = record.settings.get("optimizer.learning_rate") or 0.0
     return Finding(
-        f"The mean rollout/kl of stale batches is {kl:.2f} nats per token: stable runs stay below "
-        f"{threshold:g}, and unstable ones were above {2 * threshold:g}.",
+        f"The mean rollout/kl is {kl:.2f} nats per token in the last {window} batches, and the "
+        f"reward does not rise: stable runs stay below {threshold:g}.",
         # Grave from twice the threshold on, where runs were unstable.
         cost=min(1.0, 0.25 * kl / threshold),
         settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},

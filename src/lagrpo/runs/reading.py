@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import os
+import platform
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import one_line, parse_json_object
-from lagrpo.runs.directory import Run
+from lagrpo.logs import redact
+from lagrpo.runs.directory import Run, read_holder
 from lagrpo.runs.files import numbered
 from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
 from lagrpo.types import JsonObject
@@ -84,6 +86,25 @@ def load_events(run: Run | Path | str) -> list[JsonObject]:
     Broken lines are treated as by `load_metrics`.
     """
     return _load_lines(open_run(run).events)
+
+
+def load_status(run: Run | Path | str) -> tuple[str, str]:
+    """Returns one word (finished, interrupted, failed, killed, running, unknown) and a detail."""
+    run = open_run(run)
+    holder = read_holder(run.path)
+    if holder:
+        writer = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        # Processes of another machine are not visible here.
+        if holder["host"] != platform.node():
+            return "unknown", f"running or killed: {writer}"
+        if Path(f"/proc/{holder['pid']}").exists():
+            return "running", writer
+        return "killed", f"it was {writer}"
+    marks = [event for event in load_events(run) if event.get("event") in ("end", "resumed")]
+    if marks and marks[-1]["event"] == "end":
+        end = marks[-1]
+        return str(end.get("status")), redact(str(end.get("detail")))
+    return "unknown", "no end recorded: the run was killed, or is just starting"
 
 
 def _load_lines(path: Path) -> list[JsonObject]:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import tomli_w
 
 from lagrpo.diagnosis.diagnose import find_all, setting_words
-from lagrpo.diagnosis.record import SHORTEST_WINDOW, RunRecord, shorten
+from lagrpo.diagnosis.finding import GRAVE
+from lagrpo.diagnosis.record import SHORTEST_WINDOW, RunRecord, shorten, window_of
 from lagrpo.diagnosis.table import DETECTORS
 from lagrpo.errors import SettingsError, one_line
 from lagrpo.logs import is_debugging, redact, redact_values, visible
@@ -158,7 +159,10 @@ class FaultWatch(Callback):
     """
 
     EVERY = 5
-    """Batches from one look to the next, after as many looks at the first batches."""
+    """Batches from one look to the next."""
+
+    HOPELESS = 0.9
+    """Share of the signal that must be lost at the beginning, where much changes by itself."""
 
     def __init__(self) -> None:
         self.settings: JsonObject = {}
@@ -171,6 +175,7 @@ class FaultWatch(Callback):
 
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
         self.settings = flatten(settings)
+        self.window = window_of(self.settings)
 
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
         self.evaluations.append({**summary, "records": [{"prompt": r["prompt"]} for r in records]})
@@ -182,7 +187,7 @@ class FaultWatch(Callback):
         self.rollouts_by_batch[metrics["step"]] = [shorten(row) for row in rollouts]
         # Text of more batches would fill the memory of a long run.
         self.rollouts_by_batch.pop(metrics["step"] - self.window, None)
-        if len(self.metrics) <= self.EVERY or len(self.metrics) % self.EVERY == 0:
+        if len(self.metrics) % self.EVERY == 0:
             # Like a tracker: no fault of the watch may end a run.
             try:
                 self._look()
@@ -200,8 +205,10 @@ class FaultWatch(Callback):
             evaluations=self.evaluations,
             reward_range=tuple(self.settings["task.reward_range"]),
         )
+        is_early = len(self.metrics) < 2 * record.window
+        least = self.HOPELESS if is_early else GRAVE
         for finding in find_all(record, DETECTORS):
-            if finding.is_grave and finding.detector not in self.warned:
+            if finding.cost >= least and finding.detector not in self.warned:
                 self.warned.add(finding.detector)
                 cure = setting_words(finding) or finding.advice
                 logger.warning("%s %s (lagrpo diagnose)", finding.sentence, cure)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-import platform
 import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lagrpo.diagnosis.diagnose import diagnose, setting_words
 from lagrpo.errors import as_settings_error, parse_json
-from lagrpo.logs import redact, redact_values
+from lagrpo.logs import redact_values
 from lagrpo.machine import cache_directory
 from lagrpo.runs import reading
-from lagrpo.runs.directory import Run, read_holder
+from lagrpo.runs.directory import Run
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json
 from lagrpo.runs.metrics import describe_metrics
@@ -92,6 +92,7 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
             run = Run(recorded.path)
             entry: JsonObject = {"name": recorded.name}
             entry |= _read(run, recorded)
+            entry["diagnosis"] = _read_diagnosis(run)
             entry["rollouts"] = read_rollouts(
                 run, most_of_run, most_tokens, recorded.settings, arrays
             )
@@ -166,7 +167,7 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         run = reading.open_run(path)
-        status_of_run = _status(run, reading.load_events(run))
+        status_of_run = list(reading.load_status(run))
         digest.update(os.fsencode(f"{run.path}\0{status_of_run}\n"))
         files = [
             *run.path.glob("[!.]*.[jt]*"),  # config.toml, metrics.jsonl, events.jsonl, …
@@ -194,7 +195,7 @@ def _read(run: Run, recorded: RecordedRun) -> JsonObject:
         "range": list(reading.load_reward_range(run)),
         "total": settings.get("schedule.batches"),
         "recent": recorded.recent_batches,
-        "status": _status(run, events),
+        "status": list(reading.load_status(run)),
         "notes": notes,
         "metrics": {name: [line.get(name) for line in metrics] for name in names},
         "events": redact_values(events),
@@ -203,22 +204,14 @@ def _read(run: Run, recorded: RecordedRun) -> JsonObject:
     }
 
 
-def _status(run: Run, events: Sequence[JsonView]) -> list[str]:
-    """Returns one word (finished, interrupted, failed, killed, running, unknown) and a detail."""
-    holder = read_holder(run.path)
-    if holder:
-        writer = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-        # Processes of another machine are not visible here.
-        if holder["host"] != platform.node():
-            return ["unknown", f"running or killed: {writer}"]
-        if Path(f"/proc/{holder['pid']}").exists():
-            return ["running", writer]
-        return ["killed", f"it was {writer}"]
-    marks = [event for event in events if event.get("event") in ("end", "resumed")]
-    if marks and marks[-1]["event"] == "end":
-        end = marks[-1]
-        return [str(end.get("status")), redact(str(end.get("detail")))]
-    return ["unknown", "no end recorded: the run was killed, or is just starting"]
+def _read_diagnosis(run: Run) -> JsonObject:
+    """Returns where the time goes, and the findings of a run, redacted, for the tab Diagnosis."""
+    diagnosis = diagnose(run)
+    findings = []
+    for finding in diagnosis.findings:
+        words = {"words": setting_words(finding), "is_grave": finding.is_grave}
+        findings.append(asdict(finding) | words)
+    return redact_values({"time": diagnosis.time, "findings": findings})
 
 
 # ---- Evaluations ----

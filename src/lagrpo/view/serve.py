@@ -46,6 +46,7 @@ SCRIPTS = (
     "rollouts",
     "evaluations",
     "settings",
+    "diagnosis",
     "app",
 )
 HOST = "127.0.0.1"

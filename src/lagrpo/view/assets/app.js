@@ -5,6 +5,7 @@ const TABS = {
   rollouts: ["Rollouts", rolloutsTab],
   evaluations: ["Evaluations", evaluationsTab],
   settings: ["Settings", settingsTab],
+  diagnosis: ["Diagnosis", diagnosisTab],
 };
 const START = {
   tab: "trend",
@@ -47,7 +48,7 @@ const KEPT = new Set([
 const POLL = 2000; // milliseconds
 
 const KEYS = [
-  ["1 2 3 4", "trend, rollouts, evaluations, settings"],
+  ["1 2 3 4 5", "trend, rollouts, evaluations, settings, diagnosis"],
   ["j k  ↓ ↑", "next group, previous group"],
   ["l h  → ←", "next completion, previous completion"],
   ["] [", "next batch, previous batch"],
