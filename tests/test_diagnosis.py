@@ -141,8 +141,7 @@ def record_of(fault: Fault) -> RunRecord:
     evaluations = []
     for batch, share in fault.evaluations:
         summary: JsonObject = {"step": batch, "pass@1": share, "pass@1_high": share + 0.05}
-        if batch:
-            summary["pass@1_change_high"] = share - 0.25
+        summary |= {"reward": share, "reward_high": share + 0.05}
         summary["records"] = [{"prompt": f"Held-out question {key}"} for key in range(20)]
         evaluations.append(summary)
     return RunRecord(
@@ -350,9 +349,10 @@ FAULTS = [
         settings={"optimizer.learning_rate": 9e-4},
     ),
     Fault("flat_evaluation", evaluations=((0, 0.25), (40, 0.25))),
+    Fault("flat_evaluation", evaluations=((0, 0.25), (40, 0.5))),
     Fault(
         "past_best",
-        evaluations=((0, 0.25), (20, 0.75), (40, 0.5)),
+        evaluations=((0, 0.25), (20, 1.0), (40, 0.65)),
         settings={"eval.best_metric": "pass@1"} | SLOWER,
     ),
     Fault(

@@ -6,7 +6,7 @@ import math
 import re
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
-from lagrpo.diagnosis.record import RunRecord, differ, mean
+from lagrpo.diagnosis.record import FIRST_BATCHES, RunRecord, differ, mean
 from lagrpo.types import JsonView
 
 
@@ -107,18 +107,21 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
 
 
 def find_flat_evaluation(record: RunRecord, threshold: float) -> Finding | None:
-    """The reward of training rises, and the evaluation does not."""
-    first = record.first("reward")
+    """The reward of training rises more than that of the evaluation."""
+    rewards = record.values("reward")
     last = record.last("reward")
-    summaries = _sets(record)
-    if first is None or last is None or not summaries or len(record.metrics) < record.window:
+    ends = _ends_of_first_set(record)
+    if last is None or ends is None or len(rewards) < record.window:
         return None
+    before, after = ends
+    first = math.fsum(rewards[:FIRST_BATCHES]) / FIRST_BATCHES
     rise = record.height(last) - record.height(first)
-    name, (before, after) = next(iter(summaries.items()))
-    gain = after["pass@1"] - before["pass@1"]
-    high = after.get("pass@1_change_high", gain)
-    # The evaluation has not gained even half of the reward's rise, chance included.
-    if rise < threshold or high >= rise / 2:
+    gain = record.height(after["reward"]) - record.height(before["reward"])
+    # What the last evaluation may be wrong by, by its interval.
+    chance = record.height(after.get("reward_high", after["reward"])) - record.height(
+        after["reward"]
+    )
+    if rise - gain - chance < threshold:
         return None
     causes = []
     staleness = record.last("staleness/mean") or 0.0
@@ -132,14 +135,13 @@ def find_flat_evaluation(record: RunRecord, threshold: float) -> Finding | None:
         causes.append(
             f"the {len(prompts)} training prompts came {visits:.0f} times each: take more prompts"
         )
-    label = f" of {name}" if name else ""
     advice = ""
     if causes:
         advice = f"Likely: {'; '.join(causes)}."
     return Finding(
-        f"The reward rose from {first:.2f} to {last:.2f} in training, but pass@1{label} only went "
-        f"from {percent(before['pass@1'])} to {percent(after['pass@1'])}.",
-        cost=min(1.0, 1 - max(0.0, gain) / rise),
+        f"The reward went from {first:.2f} to {last:.2f} in training, but only from "
+        f"{before['reward']:.2f} to {after['reward']:.2f} in the evaluation.",
+        cost=min(1.0, (rise - gain) / rise) if rise > 0 else 0.5,
         advice=advice,
     )
 
@@ -179,15 +181,16 @@ def _evaluations_of(record: RunRecord, name: str) -> list[JsonView]:
     ]
 
 
-def _sets(record: RunRecord) -> dict[str, tuple[JsonView, JsonView]]:
-    """Returns the first and the last evaluation of each set that has two."""
-    ends = {}
-    for summary in record.evaluations:
-        name = summary.get("set") or ""
-        summaries = _evaluations_of(record, name)
-        if len(summaries) > 1:
-            ends[name] = (summaries[0], summaries[-1])
-    return ends
+def _ends_of_first_set(record: RunRecord) -> tuple[JsonView, JsonView] | None:
+    """Returns the first and the last evaluation of the first set; None if it has only one.
+
+    Other sets may have tasks whose rewards are not comparable with those of training.
+    """
+    if not record.evaluations:
+        return None
+    name = record.evaluations[0].get("set") or ""
+    summaries = [one for one in _evaluations_of(record, name) if one.get("reward") is not None]
+    return (summaries[0], summaries[-1]) if len(summaries) > 1 else None
 
 
 def find_known_test_prompts(record: RunRecord, threshold: float) -> Finding | None:

@@ -194,8 +194,8 @@ DETECTORS = (
     ),
     Detector(
         "flat_evaluation",
-        reads="reward, pass@1",
-        # Of the range of rewards; a smaller rise may be that of easier prompts.
+        reads="reward, reward of evaluations",
+        # Of the range of rewards; a smaller difference may be that of the prompts.
         threshold=0.15,
         advice="Compare the task, temperature and limit of eval with those of training.",
         find=learning.find_flat_evaluation,
@@ -229,7 +229,7 @@ DETECTORS = (
         reads="time/reward",
         # Two fifths of the time, more than learning usually has.
         threshold=0.4,
-        advice="Make the reward function faster; workers score the completions of a batch at once.",
+        advice="Make the reward function faster, or leave its workers more processor cores.",
         find=timing.find_slow_rewards,
     ),
     Detector(
