@@ -28,7 +28,7 @@ DETECTORS = (
         reads="reward of the first batches",
         # As for too_hard, with right and wrong exchanged.
         threshold=0.7,
-        advice="Take harder prompts.",
+        advice="Take harder prompts, and check that the reward rejects a wrong answer.",
         find=rewards.find_too_easy,
     ),
     Detector(
