@@ -10,7 +10,7 @@ experiments/tables.py` puts the tables into reports/claims.md.
 A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi
 || pi_ref). It moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p)
 + eps_std) (Mroueh, arXiv 2503.06639) and, as groups of G normalize by their own deviation, w_G(p)
-(`core.bounds.group_weight`). With v = 1 the advantage follows the policy: a stage seeks the p* with
+(`group_weight`). With v = 1 the advantage follows the policy: a stage seeks the p* with
 logit p* = logit p_ref + w_G(p*)/beta. Both hold for each prompt by itself.
 
 The points (p of every prompt before and after each stage) go to
@@ -30,8 +30,8 @@ from pathlib import Path
 from statistics import fmean
 
 from precision_report import interval
+from theory.success import group_weight
 
-from lagrpo.core.bounds import group_weight
 from lagrpo.runs.files import write_atomically
 
 HERE = Path(__file__).resolve().parent

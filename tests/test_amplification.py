@@ -11,11 +11,13 @@ from amplification import Stage, fixed_point, logit, maximizer, read, weight
 from hypothesis import given
 from hypothesis import strategies as st
 from running import tiny_settings
+from theory.success import amplified, fixed_points
 from tiny import save_tiny
 
 from lagrpo import train
-from lagrpo.core.bounds import amplified, fixed_points
 from lagrpo.runs import load_evaluations
+
+pytestmark = pytest.mark.experiments
 
 PROBABILITIES = st.floats(0.02, 0.98)
 BETAS = st.floats(0.5, 8.0)

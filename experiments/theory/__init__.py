@@ -1,1 +1,1 @@
-"""Toys whose numbers are exact: bandits, and how figures look."""
+"""Bandits, success amplification and a certificate, whose numbers are exact; how figures look."""

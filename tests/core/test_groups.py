@@ -4,11 +4,11 @@ from math import comb, sqrt
 
 import pytest
 import torch
+from theory.success import group_weight
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from lagrpo.core.advantages import AdvantageInputs, one_group
-from lagrpo.core.bounds import group_weight
 from lagrpo.core.recipes import resolve
 
 THETA = tensor([0.3, -0.8, 0.9, 0.1], dtype=torch.float64)

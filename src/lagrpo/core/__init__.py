@@ -9,7 +9,7 @@
     kl           KL estimators, exact divergences
     reductions   lengths -> weights of completions
     estimators   pass@k and intervals
-    bounds       bounds on the improvement, success amplification
+    bounds       bounds on the improvement of a step
 
 Token quantities are flat [T] without padding; an index says which completion each token belongs
 to. A suffix gives the shape: _T tokens, _C completions, _G completions of one group.

@@ -1,6 +1,5 @@
-"""Theory: lower bounds on the improvement of a step, and success amplification by binary rewards.
+"""Lower bounds on the improvement of a step, D = J(pi) - J(pi_k), from samples of alpha.
 
-**Bounds** on the improvement D = J(pi) - J(pi_k) of the expected reward, from samples of alpha.
 Exactly, for discrete distributions: `pi`, `pi_k`, `alpha` and the rewards `r` are [..., K] over K
 outcomes. From samples: `sampled`. Rewards must lie in [0, 1]; `scaled` brings a stated range there
 (bounds are in units of the range). With J the mean reward, s = sqrt(Var_alpha r + eps_std),
@@ -11,30 +10,16 @@ L = E_alpha[(pi/alpha) A] the surrogate of Eq. 3:
                       attained
     identity bound    D >= s L - TV(pi_k, alpha),  for every s > 0, as s L = J(pi) - J(alpha)
                       exactly
-    capped gain       J(pi) - J(alpha) >= E_alpha[(min(pi/alpha, C) - 1) r]: terms in [-1, C - 1],
-                      so a finite sample certifies it (`certified_improvement`)
 
 The identity bound has no penalty on TV(pi, alpha) and is the largest of the three wherever s <= 1.
 With c = 2 and s <= 1/2 (always, at eps_std = 0) the right side of Theorem 1 is never positive: it
 certifies no improvement.
 [P1] Mroueh et al., arXiv 2505.22257. Its "sigma <= 1/4" reads sigma^2 <= 1/4.
-
-**Success amplification** (Mroueh, arXiv 2503.06639). Without clip, each iteration of GRPO maximizes
-E_pi[A] - beta KL(pi || pi_ref), A normalized by the statistics of the policy before. Its exact
-solution is the exponential tilt pi_ref e^(A / beta) / Z, whose probability of success is
-p_n = h(p_{n-1}), with
-
-    h(p) = 1 / (1 + (1 - p_ref)/p_ref exp(-1 / (beta sqrt(p (1-p) + eps_std)))).
-
-The sequence need not be monotone; what holds is p* > p_ref at every fixed point p* = h(p*).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-from math import exp, lgamma, log, log1p, sqrt
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -208,69 +193,6 @@ def _as_groups(rewards: Tensor) -> advantages.AdvantageInputs:
     return advantages.AdvantageInputs(rewards.flatten(), group_C)
 
 
-def capped_gain(pi: Tensor, alpha: Tensor, r: Tensor, cap: float) -> Tensor:
-    """E_alpha[min(pi/alpha, C) r] - E_alpha r <= J(pi) - J(alpha) for r >= 0.
-
-    The gap, E_pi[max(1 - C alpha/pi, 0) r], is at most the probability under pi of a ratio above C.
-    Raises ValueError as `mean_reward` does.
-    """
-    capped_reward = (torch.minimum(pi, cap * alpha) * _in_unit_interval(r)).sum(dim=-1)
-    return capped_reward - mean_reward(alpha, r)
-
-
-def certified_improvement(
-    rewards: Tensor,
-    log_ratio: Tensor,
-    cap: float,
-    delta: float,
-    prompts: Literal["fixed", "drawn"] = "fixed",
-) -> Tensor:
-    """A number that is at most J(pi) - J(alpha) with probability 1 - delta or more.
-
-    It comes from N groups of G completions sampled by alpha, both arguments [N, G]: rewards in [0,
-    1] and the log-ratios of whole completions log pi(y)/alpha(y), nats.
-
-    With n independent terms z in [-1, C - 1], C = `cap`, of sample variance V (over n - 1),
-    empirical Bernstein (Maurer & Pontil, arXiv 0907.3740; the terms need not be identically
-    distributed):
-
-        E mean z >= mean z - sqrt(2 V ln(2/delta) / n) - 7 C ln(2/delta) / (3 (n - 1)),
-        z = (min(rho, C) - 1) r
-
-    The population of J decides which terms are independent:
-
-    fixed   J is the mean over these N prompts. Given the prompts, all completions are independent:
-            n = N G terms
-    drawn   J is the mean over the distribution that the prompts are drawn from, independently.
-            Completions share their prompt, so only groups are independent: n = N means of a group
-
-    pi and C must not depend on these samples: pi_k on a batch it has not yet learned from is right,
-    pi after an update on the batch is not. To test m batches and use the first that certifies, give
-    delta / m. Every completion of the groups must be there: if some are left out because of their
-    text, the rest are not a sample of alpha.
-
-    Never below -1, which rewards in [0, 1] certify without a sample. Not positive unless C > 1 and
-    n > 1 + 7 C ln(2/delta) / (3 (C - 1)). Raises ValueError for r outside [0, 1], delta outside
-    (0, 1), n < 2.
-    """
-    if not 0 < delta < 1:
-        raise ValueError(
-            f"delta must lie between 0 and 1, but is {delta:g}: it is the chance of a false "
-            "certificate"
-        )
-    # Capped before exp, which would overflow for a long completion.
-    capped_ratio = log_ratio.double().clamp(max=log(cap)).exp()
-    terms = (capped_ratio - 1) * _in_unit_interval(rewards).double()
-    terms = terms.flatten() if prompts == "fixed" else terms.mean(dim=-1)
-    n = terms.shape[0]
-    if n < 2:
-        raise ValueError(f"a certificate needs at least two independent terms, but has {n}")
-    log_inverse_delta = log(2 / delta)
-    sampling_error = (2 * terms.var() * log_inverse_delta / n).sqrt()
-    range_error = 7 * cap * log_inverse_delta / (3 * (n - 1))
-    return (terms.mean() - (sampling_error + range_error)).clamp(min=-1.0)
-
-
 def _in_unit_interval(r: Tensor) -> Tensor:
     """The rewards themselves. Raises ValueError for a reward outside [0, 1]."""
     if not bool(((r >= 0) & (r <= 1)).all()):
@@ -282,93 +204,3 @@ def _in_unit_interval(r: Tensor) -> Tensor:
 def _times(cost: Tensor, distance: Tensor) -> Tensor:
     """The product, in which an infinite cost of no distance is 0."""
     return torch.where(distance == 0, 0.0, cost * distance)
-
-
-# Success amplification. p is a probability of success.
-
-
-def amplified(p: float, p_ref: float, beta: float, eps_std: float) -> float:
-    """h(p): the probability of success after one iteration.
-
-    Needs 0 < p_ref < 1 and p (1-p) + eps_std > 0.
-    """
-    return 1 / (1 + (1 - p_ref) / p_ref * exp(-1 / (beta * sqrt(p * (1 - p) + eps_std))))
-
-
-def trajectory(p_ref: float, beta: float, eps_std: float, iterations: int) -> list[float]:
-    """p_0 = p_ref, p_1 = h(p_0), ... p_iterations."""
-    probabilities = [p_ref]
-    for _ in range(iterations):
-        probabilities.append(amplified(probabilities[-1], p_ref, beta, eps_std))
-    return probabilities
-
-
-def slope(p: float, p_ref: float, beta: float, eps_std: float) -> float:
-    """h'(p) = - h (1-h) (1-2p) / (2 beta (p (1-p) + eps_std)^(3/2))."""
-    h = amplified(p, p_ref, beta, eps_std)
-    return -h * (1 - h) * (1 - 2 * p) / (2 * beta * (p * (1 - p) + eps_std) ** 1.5)
-
-
-def fixed_points(
-    p_ref: float, beta: float, eps_std: float, cells: int = 10_000
-) -> list[tuple[float, bool]]:
-    """Every p* = h(p*) that a grid of `cells` tells apart, in rising order: (p*, is_stable).
-
-    p* is stable if |h'(p*)| < 1: iterations that start near it end in it. At least one fixed point
-    exists, as h maps [0, 1] into (0, 1); for a small eps_std > 0 there are three, the last at
-    nearly 1 (1.0 if it rounds to that): certainty is stable.
-    """
-
-    def excess(p: float) -> float:
-        return amplified(p, p_ref, beta, eps_std) - p
-
-    grid = [cell / cells for cell in range(cells + 1)]
-    excesses = [(p, excess(p)) for p in grid]
-    points: list[float] = []
-    for (low, excess_low), (high, excess_high) in pairwise(excesses):
-        if excess_low * excess_high < 0:
-            points.append(_bisect(excess, low, high))
-        # A root on a point of the grid, such as p = 1, makes the product 0, not negative.
-        elif excess_high == 0:
-            points.append(high)
-    return [(p, abs(slope(p, p_ref, beta, eps_std)) < 1) for p in points]
-
-
-def _bisect(function: Callable[[float], float], low: float, high: float) -> float:
-    """The root of a function that changes sign between low and high, to the last bit."""
-    is_rising = function(low) <= 0
-    middle = (low + high) / 2
-    # Once no number lies between low and high, their rounded mean is one of them.
-    while low < middle < high:
-        is_before_root = (function(middle) <= 0) == is_rising
-        if is_before_root:
-            low = middle
-        else:
-            high = middle
-        middle = (low + high) / 2
-    return low
-
-
-def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
-    """w_G(p): the expected gradient of a group at pi = alpha is w_G(p) grad p.
-
-    The group has G >= 2 binary rewards of mean p, normalized by the group itself. With
-    k ~ Bin(G, p) successes and m = k/G,
-
-        w_G(p) = E[m (1-m) / sqrt(m (1-m) + eps_std)] / (p (1-p)),    0 if m is 0 or 1
-
-    At eps_std = 0 it is below 1/sqrt(p (1-p)), its limit as G grows, and at most sqrt(G-1), its
-    limit as p goes to 0 or 1: see reports/theory.md.
-    """
-    total = 0.0
-    for k in range(1, G):
-        log_choices = lgamma(G + 1) - lgamma(k + 1) - lgamma(G - k + 1)
-        probability = exp(log_choices + k * log(p) + (G - k) * log1p(-p))
-        variance = k * (G - k) / G**2
-        total += probability * variance / sqrt(variance + eps_std)
-    return total / (p * (1 - p))
-
-
-def tilted(p: Tensor, advantage: Tensor, beta: float) -> Tensor:
-    """p e^(A / beta) / Z: the maximizer over pi of E_pi[A] - beta KL(pi || p)."""
-    return torch.softmax(p.log() + advantage / beta, dim=-1)

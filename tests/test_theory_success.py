@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from theory.success import amplified, fixed_points, slope, tilted, trajectory
 from torch import tensor
 
-from lagrpo.core.bounds import amplified, fixed_points, slope, tilted, trajectory
+pytestmark = pytest.mark.experiments
 
 EPS = 1e-4
 
