@@ -22,8 +22,8 @@ from experiments.lag.publish import BLOCKS_OF_PAGES, package_table, page_blocks,
 from experiments.lag.records import RESULTS, load_records
 from experiments.lag.report import find_cells
 from experiments.lag.verdicts import NOT_RUN
-from lagrpo.core import lag_table
-from lagrpo.core.lag_table import TASKS, Measured, held_lag, recipes_that_hold
+from lagrpo.settings import lag_table
+from lagrpo.settings.lag_table import TASKS, Measured, held_lag, recipes_that_hold
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.show import show_recipe, show_recipes
 from lagrpo.training.checks import check_settings

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from lagrpo.core.lag_table import TASKS
+from lagrpo.settings.lag_table import TASKS
 from lagrpo.study.statistics import Interval
 
 from .methods import Method

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import lagrpo.core
-from lagrpo.core.lag_table import FILE, TASKS
 from lagrpo.core.recipes import needs_of
 from lagrpo.runs.files import write_atomically
+from lagrpo.settings import lag_table
+from lagrpo.settings.lag_table import FILE, TASKS
 from lagrpo.study.statistics import Interval
 
 from .language_model import (
@@ -50,7 +50,7 @@ from .verdicts import (
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FIGURE = DOCS / "images" / "lag.png"
-PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
+PACKAGE_TABLE = Path(lag_table.__file__).parent / FILE
 BLOCKS_OF_PAGES = {
     DOCS / "off-policy.md": ("expectations",),
     ROOT / "reports" / "staleness.md": (

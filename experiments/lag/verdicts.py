@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from lagrpo.core.lag_table import TASKS
+from lagrpo.settings.lag_table import TASKS
 from lagrpo.study.statistics import Verdict
 
 from .ages import Kind

@@ -321,7 +321,7 @@ def show_recipes(console: Console | None = None) -> None:
 
 def _held(name: str) -> str:
     """The largest lag at which a recipe was measured to hold, or the smallest where it did not."""
-    from lagrpo.core.lag_table import held_lag, measured_lags
+    from lagrpo.settings.lag_table import held_lag, measured_lags
 
     held = held_lag(name)
     if held is None:
@@ -334,7 +334,7 @@ def _measured_staleness(name: str) -> list[str]:
 
     A line has the area kept on each task, at which learning rate, and whether the recipe holds.
     """
-    from lagrpo.core.lag_table import holds_at, load_table, measured_lags
+    from lagrpo.settings.lag_table import holds_at, load_table, measured_lags
 
     lines = []
     for lag in measured_lags(name):

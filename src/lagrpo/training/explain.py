@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 import tomli_w
 import torch
 
-from lagrpo.core.lag_table import held_lag, measured_lags, recipes_that_hold
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
 from lagrpo.errors import as_settings_error
@@ -24,6 +23,7 @@ from lagrpo.model.loading import check_context, check_supported, load_config
 from lagrpo.model.lora import count_parameters
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.rollout.schedule import Schedule, lags
+from lagrpo.settings.lag_table import held_lag, measured_lags, recipes_that_hold
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of

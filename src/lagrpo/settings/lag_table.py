@@ -60,7 +60,7 @@ def load_table() -> dict[str, Lags]:
 
     Lags that were not measured on both tasks are left out.
     """
-    text = files("lagrpo.core").joinpath(FILE).read_text(encoding="utf-8")
+    text = files("lagrpo.settings").joinpath(FILE).read_text(encoding="utf-8")
     table: dict[str, Lags] = {}
     for recipe, by_lag in json.loads(text).items():
         lags: dict[int, Mapping[str, Measured]] = {}
