@@ -12,6 +12,7 @@ from lagrpo.core.estimators import (
     clustered_interval,
     paired_interval,
     pass_at_k,
+    student_quantile,
 )
 
 
@@ -45,6 +46,31 @@ def test_bootstrap_is_a_function_of_its_seed_and_matches_the_normal_interval():
     assert low == pytest.approx(float(values_N.mean()) - half, abs=0.1 * half)
     assert high == pytest.approx(float(values_N.mean()) + half, abs=0.1 * half)
     assert bootstrap_interval(tensor([0.5, 0.5, 0.5])) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "table"),
+    [
+        (0.95, {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 120: 1.9799}),
+        (0.99, {1: 63.6567, 2: 9.9248, 3: 5.8409, 4: 4.6041, 9: 3.2498, 10: 3.1693, 120: 2.6174}),
+    ],
+)
+def test_student_quantiles_equal_the_two_sided_ones_of_scipy(confidence, table):
+    """scipy.stats.t.ppf((1 + confidence) / 2, degrees)."""
+    assert {n: round(student_quantile(n, confidence), 4) for n in table} == table
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        # p = 1/2, n = 2, t = 12.70620: 1/2 -+ t / (2 sqrt(n + t^2))
+        pytest.param([1.0, 0.0], 0.0030684, 0.9969316, id="2 prompts, one solved"),
+        # p = 1, n = 3, t = 4.302653: from n / (n + t^2)
+        pytest.param([1.0, 1.0, 1.0], 0.1394518, 1.0, id="3 prompts, all solved"),
+    ],
+)
+def test_clustered_interval_of_few_prompts_has_students_quantile(values, low, high):
+    assert clustered_interval(tensor(values), 1.0) == pytest.approx((low, high), abs=1e-6)
 
 
 def test_clustered_interval_at_its_ends():

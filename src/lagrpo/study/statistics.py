@@ -10,10 +10,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple, cast
 
+from lagrpo.core.estimators import student_quantile
 from lagrpo.errors import suggest
 
 CONFIDENCE = 0.95
@@ -44,7 +44,9 @@ class Interval:
     def of(values: Sequence[float]) -> Interval:
         """Student's t interval: mean ± t · s / √n, of at least one value."""
         n = len(values)
-        half = t_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
+        half = None
+        if n > 1:
+            half = student_quantile(n - 1, CONFIDENCE) * stdev(values) / math.sqrt(n)
         return Interval(fmean(values), half, n)
 
 
@@ -99,42 +101,6 @@ def judge(differences: Sequence[float], relation: Relation, margin: float = 0.0)
     if is_refuted:
         return Verdict("refuted", interval)
     return Verdict("inconclusive", interval)
-
-
-@cache
-def t_quantile(degrees: int) -> float:
-    """The t with P(|T| ≤ t) = CONFIDENCE for Student's distribution, by bisection."""
-    low = 0.0
-    high = 1.0
-    while t_probability(high, degrees) < CONFIDENCE:
-        high *= 2
-    # 80 halvings reach the precision of float64.
-    for _ in range(80):
-        middle = (low + high) / 2
-        if t_probability(middle, degrees) < CONFIDENCE:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def t_probability(t: float, degrees: int) -> float:
-    """P(|T| ≤ t) for Student's distribution.
-
-    The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
-    angle = math.atan(t / math.sqrt(degrees))
-    sine = math.sin(angle)
-    square = math.cos(angle) ** 2
-    is_odd = degrees % 2 == 1
-    term = math.cos(angle) if is_odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for k in range(3 if is_odd else 2, degrees - 1, 2):
-        term *= square * (k - 1) / k
-        total += term
-    if is_odd:
-        return 2 / math.pi * (angle + sine * total)
-    return sine * total
 
 
 def parse_claim(text: str, grid: Mapping[str, Mapping[str, Any]]) -> Comparison:
