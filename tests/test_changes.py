@@ -34,7 +34,7 @@ from lagrpo.data.fingerprint import (
 from lagrpo.errors import SettingsError
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.runs import load_events
-from lagrpo.runs.environment import read_environment
+from lagrpo.runs.environment import read_environment, write_environment
 from lagrpo.tasks import RowTask
 from lagrpo.training.arguments import is_loadable
 from lagrpo.training.model_files import check_model_files, read_model_files
@@ -369,32 +369,33 @@ def test_changed_offline_completion_stops_a_resume(start, write, tmp_path):
 GAME = {"name": "user_code:load_game"}
 TOOLS = {"tools": ["user_code:lookup"]}
 OWN_LOSS = {"recipe": "user_code:own_loss"}
-CHANGED_CODE: dict[str, tuple[JsonObject, tuple[str, str], str]] = {
-    "a reward": ({}, ("return share(", "return 1 - share("), "reward score"),
-    "a helper of a reward": ({}, ("/ 8", "/ 9"), "reward score"),
-    "an environment": ({"task": GAME}, ("% 5 / 5", "% 4 / 4"), "environment"),
-    "a tool": ({"task": TOOLS}, ("return word", "return word * 2"), "tool lookup"),
-    "a loss": ({"loss": OWN_LOSS}, ("x.advantage *", "2 * x.advantage *"), "loss own_loss"),
+FILE = "user_code.py"
+BUILTIN_REWARD = {"rewards": ["exact"]}
+CHANGED_CODE: dict[str, tuple[JsonObject, tuple[str, str]]] = {
+    "a reward": ({}, ("return share(", "return 1 - share(")),
+    "a task": ({"task": GAME}, ('RowTask("game"', 'RowTask("a game"')),
+    "a tool": ({"task": TOOLS | BUILTIN_REWARD}, ("return word", "return word * 2")),
+    "a loss": ({"task": BUILTIN_REWARD, "loss": OWN_LOSS}, ("x.advantage *", "2 * x.advantage *")),
 }
 
 
-@pytest.mark.parametrize(("sections", "edit", "name"), CHANGED_CODE.values(), ids=CHANGED_CODE)
-def test_changed_code_is_named_and_the_run_goes_on(start, write, capsys, sections, edit, name):
+@pytest.mark.parametrize(("sections", "edit"), CHANGED_CODE.values(), ids=CHANGED_CODE)
+def test_changed_file_is_named_and_the_run_goes_on(start, write, capsys, sections, edit):
     run = start(**sections)
-    assert set(read_environment(run)["sources"]) >= {name, "chat template"}
+    assert set(read_environment(run)["sources"]) >= {FILE, "chat template"}
     write(CODE.replace(*edit))
     assert lagrpo.train(settings=LONGER, resume=run, trust_run_code=True).batches == 2
-    assert f"changed since the run started: {name};" in capsys.readouterr().out
-    assert resumed_code(run) == [name]
-    assert any(name in event["text"] for event in load_events(run) if event["event"] == "warning")
+    assert f"changed since the run started: {FILE};" in capsys.readouterr().out
+    assert resumed_code(run) == [FILE]
+    assert any(FILE in event["text"] for event in load_events(run) if event["event"] == "warning")
 
 
 @pytest.mark.parametrize(
     ("task", "change", "name"),
     [
         ({}, {"template": TURNS.replace("assistant", "Assistant")}, "chat template"),
-        (GAME, {"code": CODE.replace('"go"', '"run"')}, "environment"),
-        (TOOLS, {"code": CODE.replace("Look a word up", "Find a word")}, "tool lookup"),
+        (GAME, {"code": CODE.replace('"go"', '"run"')}, FILE),
+        (TOOLS, {"code": CODE.replace("Look a word up", "Find a word")}, FILE),
     ],
     ids=["template", "opening of an environment", "docstring of a tool"],
 )
@@ -412,15 +413,20 @@ def test_template_that_renders_the_same_is_named(start, write):
     assert resumed_code(run) == ["chat template"]
 
 
-def test_unchanged_code_is_not_named(start, write, capsys):
+def test_run_with_digests_of_functions_resumes_and_names_no_code(start, write, capsys):
+    """As older versions recorded them."""
     run = start()
-    write(CODE.replace("return len(set(text)) / 8", "return len( set(text) ) / 8  # distinct"))
+    environment = read_environment(run)
+    template = environment["sources"]["chat template"]
+    environment["sources"] = {"reward score": "0123456789abcdef", "chat template": template}
+    write_environment(run, environment)
+    write(CODE + "# changed")
     lagrpo.train(settings=LONGER, resume=run, trust_run_code=True)
     assert "changed since" not in capsys.readouterr().out
     assert resumed_code(run) == []
 
 
-def test_reward_may_move_to_another_module_but_not_change_there(start, write):
+def test_file_of_a_reward_may_get_another_name_but_not_another_text(start, write):
     run = start()
     write(CODE.replace("/ 8", "/ 9"), module="moved")
     changed = {"task.rewards": ["moved:score"], **LONGER}

@@ -1,197 +1,130 @@
-"""The digest of a function's source: what changes it, and what does not."""
+"""The files with a user's code, by their names."""
 
 from __future__ import annotations
 
-import importlib.util
-import linecache
+import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lagrpo.rewards.builtin import exact
 from lagrpo.tasks.gym import Gym
-from lagrpo.training.sources import find_changed_sources, find_own_environment, source_digest
+from lagrpo.training.sources import digest_file, find_changed_sources, find_files
 
-MODULE = """
-import re
-from dataclasses import dataclass
-
-from user_helpers import normalize
-import user_helpers
-
-LIMIT = 10
-PATTERN = re.compile(r"[0-9]+")
-UNUSED = 1
-
-
-def shorten(text):
-    return text[:LIMIT]
+REWARDS = """
+from functools import lru_cache
+from own_package.limits import LIMIT
 
 
 def reward(completion, answer):
-    return float(PATTERN.findall(shorten(normalize(completion))) == user_helpers.digits(answer))
+    return float(len(completion) < LIMIT)
 
 
-def other(completion, answer):
-    return 0.0
+class Judge:
+    def __call__(self, completion, answer):
+        return 0.0
 
 
 def make(weight):
-    def weighted(completion, answer):
-        return weight * len(completion)
-
-    return weighted
-
-
-half = lambda completion, answer: 0.5
-
-
-@dataclass
-class Judge:
-    threshold: float = 0.5
-
-    def __call__(self, completion, answer):
-        return float(len(shorten(completion)) > self.threshold)
-
-
-class Base:
-    def reset(self, prompt, key):
-        return [{"role": "user", "content": "go"}]
-
-
-class Maze(Base):
-    def step(self, text):
-        return shorten(text)
+    return lambda completion, answer: weight
 """
-HELPERS = """
-def normalize(text):
-    return text.strip()
-
-
-def digits(text):
-    return list(text)
-"""
+FILES = {
+    "own_package/__init__.py": "",
+    "own_package/limits.py": "LIMIT = 10\n",
+    "own_package/rewards.py": REWARDS,
+    "own_rewards.py": "from own_helpers import reward\n\nclass Maze:\n    pass\n",
+    "own_helpers.py": "def reward(completion, answer): return 1.0\n",
+    "site-packages/installed_here.py": "def reward(completion, answer): return 1.0\n",
+}
+IN_PACKAGE = {"own_package/__init__.py", "own_package/limits.py", "own_package/rewards.py"}
+BESIDE = {"own_rewards.py", "own_helpers.py"}
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
-    """Loads a module of this text, with these helpers, as a new process would."""
-    monkeypatch.syspath_prepend(tmp_path)
-    # Two versions within a second and of one length would share a .pyc file.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-    def load(text: str = MODULE, helpers: str = HELPERS, name: str = "user_rewards") -> Any:
-        for module, content in {"user_helpers": helpers, name: text}.items():
-            (tmp_path / f"{module}.py").write_text(content, encoding="utf-8")
-            sys.modules.pop(module, None)
-            importlib.invalidate_caches()
-        # inspect reads sources through linecache, which would return the text before the change.
-        linecache.clearcache()
-        return importlib.import_module(name)
-
-    yield load
-    for module in ("user_helpers", "user_rewards", "moved"):
-        sys.modules.pop(module, None)
+def folder(tmp_path, monkeypatch) -> Path:
+    """A user's directory, on the path of Python."""
+    for name, text in FILES.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    for path in (tmp_path / "site-packages", tmp_path):
+        monkeypatch.syspath_prepend(path)
+    for module in [name for name in sys.modules if name.startswith(("own_", "installed_here"))]:
+        monkeypatch.delitem(sys.modules, module)
+    return tmp_path
 
 
-CHANGES = {
-    "its own text": ("float(PATTERN", "1 - float(PATTERN", "reward"),
-    "its name": ("def reward(", "def reward2(", "reward2"),
-    "a helper function": ("text[:LIMIT]", "text[:LIMIT + 1]", "reward"),
-    "a constant that a helper uses": ("LIMIT = 10", "LIMIT = 11", "reward"),
-    "a pattern": ("[0-9]+", "[0-9]", "reward"),
-    "a lambda": ("answer: 0.5", "answer: 0.25", "half"),
-    "a default of a class": ("threshold: float = 0.5", "threshold: float = 0.7", "Judge"),
-    "a helper of a method": ("text[:LIMIT]", "text[1:LIMIT]", "Maze"),
-    "a base class": ('"content": "go"', '"content": "run"', "Maze"),
-}
-NO_CHANGES = {
-    "another function": ("return 0.0", "return 1.0"),
-    "a constant that it does not use": ("UNUSED = 1", "UNUSED = 2"),
-    "a comment": ("    return text[:LIMIT]", "    # short\n    return text[:LIMIT]"),
-    "white space": ("LIMIT = 10\n", "\n\nLIMIT  =  10\n"),
-    "its place": ("def shorten", "def new():\n    pass\n\n\ndef shorten"),
+def load(module: str) -> Any:
+    return importlib.import_module(module)
+
+
+OF_PACKAGE: dict[str, Callable[[Any], object]] = {
+    "function": lambda module: module.reward,
+    "cached function": lambda module: lru_cache(module.reward),
+    "partial": lambda module: partial(module.reward, answer=""),
+    "class": lambda module: module.Judge,
+    "object": lambda module: module.Judge(),
+    "method": lambda module: module.Judge().__call__,
+    "lambda": lambda module: module.make(1.0),
+    "name": lambda module: "own_package.rewards:reward",
 }
 
 
-@pytest.mark.parametrize(("old", "new", "name"), CHANGES.values(), ids=CHANGES)
-def test_digest_changes_with(load, old, new, name):
-    before = source_digest(getattr(load(), name.removesuffix("2")))
-    assert source_digest(getattr(load(MODULE.replace(old, new)), name)) != before
+@pytest.mark.parametrize("code", OF_PACKAGE.values(), ids=OF_PACKAGE)
+def test_code_of_a_package_has_the_files_of_its_package(folder, code):
+    files = find_files(code(load("own_package.rewards")))
+    assert files == {name: folder / name for name in IN_PACKAGE}
 
 
-@pytest.mark.parametrize(("old", "new"), NO_CHANGES.values(), ids=NO_CHANGES)
-def test_digest_does_not_change_with(load, old, new):
-    before = source_digest(load().reward)
-    assert source_digest(load(MODULE.replace(old, new)).reward) == before
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(lambda module: module.Maze, id="class"),
+        pytest.param(lambda module: partial(Gym, "own_rewards:Maze"), id="environment of gym"),
+    ],
+)
+def test_code_of_a_module_has_the_loaded_modules_beside_it_that_are_not_installed(folder, code):
+    load("installed_here")
+    assert find_files(code(load("own_rewards"))).keys() == BESIDE
+    load("own_package.rewards")
+    assert find_files(code(load("own_rewards"))).keys() == BESIDE | IN_PACKAGE
 
 
-@pytest.mark.parametrize("function", ["normalize", "digits"])
-def test_digest_changes_with_a_helper_of_another_module(load, function):
-    before = source_digest(load().reward)
-    changed = HELPERS.replace(
-        f"def {function}(text):\n", f"def {function}(text):\n    text += ' '\n"
-    )
-    assert source_digest(load(helpers=changed).reward) != before
+def test_installed_code_has_the_files_of_its_own_package(folder):
+    load("own_rewards")
+    assert find_files(load("installed_here").reward).keys() == {"installed_here.py"}
 
 
-def test_digest_is_the_same_in_another_module_and_by_name(load):
-    before = source_digest(load().reward)
-    assert source_digest("user_rewards:reward") == before
-    assert source_digest(load(name="moved").reward) == before
+def test_script_counts_only_if_code_is_in_it(folder, monkeypatch):
+    script = load("own_rewards")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert find_files(load("own_helpers").reward).keys() == BESIDE  # loaded as own_rewards, too
+    monkeypatch.delitem(sys.modules, "own_rewards")
+    assert find_files(load("own_helpers").reward).keys() == {"own_helpers.py"}
+    monkeypatch.setattr(script, "__name__", "__main__")
+    monkeypatch.setattr(script.Maze, "__module__", "__main__")
+    assert find_files(script.Maze).keys() == BESIDE
 
 
-def test_values_of_closures_partials_and_objects_count(load):
-    module = load()
-    kinds: list[Callable[[float], Any]] = [
-        module.make,
-        module.Judge,
-        lambda value: partial(module.other, weight=value),
-        lambda value: module.Judge(value).__call__,
-        lambda value: lambda completion, answer, w=value: w,
-    ]
-    for kind in kinds:
-        digests = [source_digest(kind(value)) for value in (0.5, 0.5, 0.7)]
-        assert digests[0] == digests[1] != digests[2]
+@pytest.mark.parametrize("code", [exact, len, None, "own_missing:reward", 1.0], ids=str)
+def test_code_that_is_not_a_users_has_no_file(code):
+    assert find_files(code) == {}
 
 
-def test_code_without_a_source_counts_by_its_bytecode():
-    digests = []
-    for number in (1, 1, 2):
-        names: dict[str, Any] = {}
-        exec(f"def f(completion, answer): return {number} * (completion in {{'a', 'b'}})", names)
-        digests.append(source_digest(names["f"]))
-    assert digests[0] is not None
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_function_that_is_written_in_c_has_no_digest():
-    assert source_digest(len) is None
-
-
-def test_decorated_functions_count_by_what_they_wrap(load):
-    module = load()
-    assert source_digest(lru_cache(module.reward)) == source_digest(module.reward)
-    assert source_digest(exact) != source_digest("lagrpo.tasks.gsm8k:score")
-
-
-def test_lambdas_of_one_call_do_not_count_the_rest_of_the_call(load):
-    text = "given = dict(rewards=[lambda completion, answer: 1.0], resume={})\n"
-    digests = [source_digest(load(text.format(n)).given["rewards"][0]) for n in (None, "'runs/a'")]
-    assert digests[0] == digests[1]
-
-
-def test_environment_of_gym_counts_by_the_users_function():
-    assert find_own_environment(partial(Gym, "user_rewards:Maze")) == "user_rewards:Maze"
-    package_environment = partial(Gym, "game:Wordle-v0")
-    assert find_own_environment(package_environment) is package_environment
+def test_digest_of_a_file_changes_with_its_text(folder):
+    file = folder / "own_helpers.py"
+    before = digest_file(file)
+    assert digest_file(folder / "site-packages/installed_here.py") == before  # another name
+    file.write_text("def reward(completion, answer): return 2.0\n", encoding="utf-8")
+    assert digest_file(file) != before
 
 
 def test_changes_are_those_of_what_both_have():
-    before = {"reward a": "1", "reward b": None, "tool c": "3"}
-    assert find_changed_sources(before, {"reward a": "2", "reward b": None, "new": "4"}) == [
-        "reward a"
+    before = {"a.py": "1", "chat template": None, "c.py": "3"}
+    assert find_changed_sources(before, {"a.py": "2", "chat template": None, "new.py": "4"}) == [
+        "a.py"
     ]

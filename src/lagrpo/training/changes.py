@@ -92,7 +92,7 @@ def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bo
     """True if this setting may differ in a resumed run.
 
     More batches change nothing if the learning rate does not depend on their number, and neither
-    does a reward function that was moved to another module.
+    does a reward function whose file was renamed.
     """
     if name == "schedule.batches":
         is_longer = settings.schedule.batches >= saved.schedule.batches
@@ -107,14 +107,15 @@ def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bo
 def _is_moved(
     now: RewardSettings, before: RewardSettings, sources: Mapping[str, str | None]
 ) -> bool:
-    """True if two entries differ at most in the module of a function with the recorded source."""
+    """True if two entries differ at most in the file of a function, which has a new name."""
     if now == before:
         return True
     same = now.model_copy(update={"reward": before.reward}) == before
     if not same or ":" not in now.reward:
         return False
     with suppress(ValueError, ImportError):
-        from lagrpo.training.sources import source_digest  # loads torch
+        from lagrpo.training.sources import digest_file, find_file, find_module  # loads torch
 
-        return source_digest(load_reward(now, None).function) == sources.get(f"reward {now.name}")
+        file = find_file(find_module(load_reward(now, None).function))
+        return file is not None and digest_file(file) in sources.values()
     return False

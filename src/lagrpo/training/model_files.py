@@ -1,7 +1,7 @@
 """The files of a model beside its weights, as a run began with them: a change stops a resume.
 
 They decide the forward pass, where a completion ends, and the text of its tokens. Chat templates
-are not here: they count as code (sources.py), and by the tokens of the prompts.
+are not here: sources.py has their digest, and they count by the tokens of the prompts.
 """
 
 from __future__ import annotations
