@@ -143,10 +143,11 @@ def _result(end: Connection, deadline: float) -> Any:
 def _stay(end: Connection) -> None:
     import torch
 
-    from lagrpo.training import ranks
+    from lagrpo.training import ranks, run
 
     torch.set_num_threads(1)
     ranks.TIMEOUT = TIMEOUT
+    run.SECONDS_FOR_TORCHRUN = 0.0
     skip_curves_and_syncs()
     with suppress(EOFError):  # the tests have ended
         while request := end.recv_bytes():

@@ -165,7 +165,7 @@ def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
     _joined[address] += 1
     store = PrefixStore(prefix, open_store(host, port, rank, size))
     # A connection that no collective waits in.
-    watch = Watch(PrefixStore(prefix, connect_store(host, port, size)), rank, size)
+    watch = Watch(store.clone(), rank, size)
     wait_for_ranks(store, address, rank, size)
     watch.start()
     if local_size() != size:
@@ -188,16 +188,27 @@ def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
 def open_store(host: str, port: int, rank: int, size: int) -> Store:
     """Returns the store in which ranks find each other: torchrun serves it, or rank 0.
 
-    Raises ConnectionError if this rank cannot serve or use it, TimeoutError if nothing answers in
-    time.
+    PyTorch's env:// would handle no signal while it waits nor say for whom, and a rank that
+    torchrun restarts could read the addresses of the attempt before. Raises ConnectionError if this
+    rank cannot serve or use the store, TimeoutError if nothing answers in time.
     """
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     this_rank_serves = rank == 0 and not torchrun_serves
     if not this_rank_serves:
         server = "torchrun" if torchrun_serves else "rank 0"
+        # PyTorch would hold Python's lock while it tries to connect.
         wait_until(lambda: answers(host, port), lambda: f"{server} at {host}:{port}")
+    connect = partial(
+        dist.TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+        host,
+        port,
+        size,
+        is_master=this_rank_serves,
+        timeout=timedelta(seconds=JOIN_TIMEOUT),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     # PyTorch handles no signal while it waits for an answer.
-    connect = partial(connect_store, host, port, size, is_server=this_rank_serves)
     store = call_in_thread(connect)
     wait_until(store.done, lambda: f"an answer of {host}:{port}")
     try:
@@ -208,19 +219,6 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
         raise ConnectionError(
             f"{host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {cure}"
         ) from error
-
-
-def connect_store(host: str, port: int, size: int, *, is_server: bool = False) -> Store:
-    """Returns a connection to the store, which this process serves if `is_server`."""
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host,
-        port,
-        size,
-        is_master=is_server,
-        timeout=timedelta(seconds=JOIN_TIMEOUT),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
 
 
 def choose_interface(host: str, port: int) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from lagrpo import logs
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.errors import as_settings_error, without_own_frames
-from lagrpo.interrupts import interruptible
+from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.backend import pick_device
 from lagrpo.rewards.pool import RewardError
@@ -54,6 +55,8 @@ from lagrpo.training.resuming import ResumeState
 from lagrpo.training.torchrun import check_ranks, local_size
 from lagrpo.types import Result
 
+SECONDS_FOR_TORCHRUN = 5.0
+"""Seconds that torchrun has to see the end of another rank, before a rank that lost it ends."""
 FAILURES = (
     RewardError,
     WeightSyncError,
@@ -214,8 +217,19 @@ def run_recorded(run_this_rank: Callable[[], Result]) -> Result:
     """Runs this rank so that torchrun prints the error of the first rank that fails."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    def run() -> Result:
+        try:
+            return run_this_rank()
+        except RuntimeError:
+            # Gloo and NCCL raise it within milliseconds after another rank has ended. torchrun
+            # looks every .1 s: of two ranks that end between two looks, it takes the lower number
+            # for the first. It ends this wait as soon as it has seen the other rank.
+            with suppress(Interrupted):
+                time.sleep(SECONDS_FOR_TORCHRUN)
+            raise
+
     # `record` adds None to the type: the result of a function that calls sys.exit(0).
-    return cast(Result, record(run_this_rank)())
+    return cast(Result, record(run)())
 
 
 def run_rank(
