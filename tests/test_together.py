@@ -240,7 +240,7 @@ def handlers():
 
 
 @pytest.mark.usefixtures("handlers")
-def test_torchrun_resumes_after_a_restart_and_has_the_error_of_the_rank_that_failed_first(
+def test_torchrun_resumes_after_a_restart_and_has_the_error_of_the_first_failure(
     settings, tmp_path
 ):
     """Does what torchrun does, with functions instead of a script. The error returns in batch 5."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from lagrpo.core.inputs import without_gradient
 from lagrpo.core.objective import Recipe
 from lagrpo.core.pieces import Piece, function_name
 from lagrpo.core.probe import random_inputs, random_rewards
-from lagrpo.core.references import describe_raised
+from lagrpo.core.references import describe_raised, did_you_mean
 
 
 def check_own_functions(recipe: Recipe) -> None:
@@ -84,8 +83,7 @@ def _naming(names: str) -> Generator[None, None, None]:
 def _advice(error: Exception) -> str:
     """The nearest name for one that LossInputs does not have; "" for other errors."""
     if isinstance(error, AttributeError) and isinstance(error.obj, inputs.LossInputs):
-        nearest = get_close_matches(str(error.name), dir(error.obj), n=1)
-        return f"; did you mean x.{nearest[0]}?" if nearest else ""
+        return did_you_mean(f"x.{error.name}", [f"x.{name}" for name in dir(error.obj)])
     return ""
 
 

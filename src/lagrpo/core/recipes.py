@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from inspect import getdoc
 from typing import TypeVar, cast
 
@@ -29,7 +28,7 @@ from lagrpo.core.own_functions import check_own_functions, with_statistics
 from lagrpo.core.pieces import Piece, PieceFunction, as_piece, function_name
 from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import length_normalized, sequence, total
-from lagrpo.core.references import is_reference, load_reference
+from lagrpo.core.references import did_you_mean, is_reference, load_reference
 from lagrpo.core.rows import RECIPES
 
 Entry = TypeVar("Entry")
@@ -92,8 +91,7 @@ def _look_up_recipe(name: str) -> Recipe:
     """The recipe of that name. Raises ValueError, with the nearest names, if there is none."""
     if name in RECIPES:
         return RECIPES[name]
-    nearest = [repr(other) for other in get_close_matches(name, RECIPES)]
-    advice = f"; did you mean {' or '.join(nearest)}?" if nearest else ";"
+    advice = did_you_mean(name, RECIPES, most=3) or ";"
     raise ValueError(f"unknown recipe {name!r}{advice} `lagrpo recipes` lists all")
 
 
@@ -101,8 +99,7 @@ def _look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """The entry of that name. Raises ValueError, with the nearest name, if there is none."""
     if name in table:
         return table[name]
-    nearest = get_close_matches(name, table, n=1)
-    advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    advice = did_you_mean(name, table)
     raise ValueError(f"unknown {kind} {name!r}{advice} (all: {', '.join(table)})")
 
 
@@ -174,8 +171,7 @@ def _full_path(recipe: Recipe, path: str, label: str) -> str:
     all_names = {*NUMBERS, *CHOICES, *map(_last_part, MINIMUM), *knob_names}
     name = _last_part(path)
     problem = "has no effect on" if name in all_names else "is no knob of"
-    nearest = get_close_matches(name, list(dict.fromkeys(knob_names)), n=1)
-    advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    advice = did_you_mean(name, dict.fromkeys(knob_names))
     raise ValueError(
         f"{label} {problem} recipe {recipe.name!r}{advice} (its knobs: {', '.join(recipe.knobs)})"
     )

@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -76,10 +76,18 @@ def _get(module: ModuleType, name: str, reference: str) -> Any:
     if not hasattr(module, name):
         file = getattr(module, "__file__", None) or module.__name__
         public = [other for other in vars(module) if not other.startswith("_")]
-        nearest = get_close_matches(name, public, n=1)
-        advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"{reference!r}: {file} has no {name!r}{advice}")
+        raise ValueError(f"{reference!r}: {file} has no {name!r}{did_you_mean(name, public)}")
     return getattr(module, name)
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
+    """The end of an error message: "; did you mean 'x'?", with at most `most` known names.
+
+    It is "" if no known name is like `name`.
+    """
+    nearest = map(repr, get_close_matches(name, list(known), n=most))
+    names = " or ".join(nearest)
+    return f"; did you mean {names}?" if names else ""
 
 
 def call_users_function(function: Callable[..., Result], what: str, *arguments: object) -> Result:

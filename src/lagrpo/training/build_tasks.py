@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from lagrpo.core.objective import Recipe
+from lagrpo.core.rows import RECIPES
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import as_settings_error
@@ -258,7 +259,8 @@ def build_offline(
 def check_logp(recipe: Recipe, *, known: bool) -> None:
     """Raises ValueError for offline completions without log-probs if the recipe reads log α."""
     if recipe.needs_rollout_logp and not known:
+        others = ", ".join(name for name in RECIPES if not RECIPES[name].needs_rollout_logp)
         raise ValueError(
             f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs; "
-            "recipes that do not: reinforce, asymre, red_drop, red_weight"
+            f"recipes that do not: {others}"
         )

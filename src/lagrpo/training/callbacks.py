@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from lagrpo.diagnosis.record import SHORTEST_WINDOW, RunRecord, shorten, window_
 from lagrpo.diagnosis.table import DETECTORS
 from lagrpo.errors import SettingsError, one_line
 from lagrpo.logs import is_debugging, redact, redact_values, visible
+from lagrpo.runs.reading import load_config
 from lagrpo.settings.load import flatten
 from lagrpo.types import JsonObject, JsonView
 
@@ -227,8 +227,7 @@ class TensorBoard:
             str(path / "tensorboard"), purge_step=batch + 1 if batch else 0
         )
         if not batch:
-            values = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-            settings = tomli_w.dumps(redact_values(values))
+            settings = tomli_w.dumps(redact_values(load_config(path)))
             self._writer.add_text("settings", f"```toml\n{settings}\n```", 0)
 
     def log(self, batch: int, values: Mapping[str, float]) -> None:

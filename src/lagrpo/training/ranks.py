@@ -165,7 +165,7 @@ def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
     _joined[address] += 1
     store = PrefixStore(prefix, open_store(host, port, rank, size))
     # A connection that no collective waits in.
-    watch = Watch(store.clone(), rank, size)
+    watch = Watch(store.clone(), rank, size)  # pyright: ignore
     wait_for_ranks(store, address, rank, size)
     watch.start()
     if local_size() != size:
