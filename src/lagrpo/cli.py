@@ -284,7 +284,7 @@ def train(words: list[str]) -> None:
     check_arguments(settings, arguments.resume, given=[])
     if arguments.resume not in (None, "auto") and not arguments.trust_run_code:
         config = Path(arguments.resume, "config.toml")
-        check_run_code(settings, config, named=changes, cure=trusting("train", words))
+        check_run_code(settings, config, named=changes, advice=trusting("train", words))
     # `run.train` makes these checks, too: made here, they fail before all of torch has loaded.
     with naming_start(find_run(settings, arguments.resume)):
         settings = with_batches(settings)
@@ -348,7 +348,7 @@ def evaluate(words: list[str]) -> None:
         base |= settings_for_eval(config, task=changes.get("task.name"))
     settings = load_settings(base | {"model.path": arguments.path}, changes)
     if config is not None and not arguments.trust_run_code:
-        check_run_code(settings, config, named=changes, cure=trusting("eval", words))
+        check_run_code(settings, config, named=changes, advice=trusting("eval", words))
     from lagrpo.training.checks import check_evaluation
 
     with naming_start(None if config is None else config.parent):

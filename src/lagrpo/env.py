@@ -40,18 +40,18 @@ Lines = Iterator[tuple[str, str]]
 def env() -> None:
     """Print versions, hardware, kernels and vLLM for a bug report, and how to get missing parts."""
     # Each in its own try: the rest still appears if a broken package raises.
-    for look in (look_at_packages, look_at_machine, look_at_kernels, look_at_vllm):
+    for describe in (describe_packages, describe_machine, describe_kernels, describe_vllm):
         try:
-            for name, facts in look():
+            for name, facts in describe():
                 print_text(f"{name:<14} {facts}")
         except Exception as error:  # noqa: BLE001 - a broken package can raise anything
             logs.print_traceback(error)
             print_text(
-                f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}"
+                f"{describe.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}"
             )
 
 
-def look_at_packages() -> Lines:
+def describe_packages() -> Lines:
     """Yields the version of Python and of each package."""
     yield "python", f"{platform.python_version()}, {sys.executable}"
     for name in (*NEEDED, *EXTRAS):
@@ -61,7 +61,7 @@ def look_at_packages() -> Lines:
         yield name, package_version(name) or f"missing: {command}"
 
 
-def look_at_machine() -> Lines:
+def describe_machine() -> Lines:
     """Yields the operating system, processor, memory and GPUs."""
     import torch
 
@@ -83,7 +83,7 @@ def look_at_machine() -> Lines:
     yield "gpu", "; ".join(gpus) or "none that PyTorch sees"
 
 
-def look_at_kernels() -> Lines:
+def describe_kernels() -> Lines:
     """Yields the state of the kernels, and the dtype that a run would choose.
 
     Compiles the kernels the first time, in 6 to 16 seconds.
@@ -115,7 +115,7 @@ def look_at_kernels() -> Lines:
     yield "dtype", " because ".join(pick_dtype("auto", pick_device()))
 
 
-def look_at_vllm() -> Lines:
+def describe_vllm() -> Lines:
     """Yields the first vLLM of the environments of $LAGRPO_VLLM_PYTHON, .venv-vllm and this one."""
     pythons = [os.environ.get("LAGRPO_VLLM_PYTHON"), VLLM_PYTHON, sys.executable]
     for name in pythons:

@@ -70,8 +70,8 @@ def without_own_frames(
 
 
 @contextmanager
-def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[None]:
-    """Turns ValueError, OSError, ImportError and `further` ones inside into a SettingsError.
+def as_settings_error(what: str = "", *more: type[Exception]) -> Iterator[None]:
+    """Turns ValueError, OSError, ImportError and `more` ones inside into a SettingsError.
 
     Also RecursionError: values of the user were nested too deeply.
 
@@ -85,12 +85,12 @@ def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[Non
         raise
     except RecursionError as error:
         raise SettingsError(f"{what}: {TOO_DEEP}" if what else f"a value: {TOO_DEEP}") from error
-    except (ValueError, OSError, ImportError, *further) as error:
+    except (ValueError, OSError, ImportError, *more) as error:
         reason = explain_os_error(error) if isinstance(error, OSError) else str(error)
         raise SettingsError(f"{what}: {reason}" if what else reason) from error
 
 
-CURES = {
+ADVICE = {
     errno.ENOSPC: "free space on the disk that is written to",
     errno.EDQUOT: "free space: your quota is used up",
     errno.EROFS: "choose a place that can be written",
@@ -113,8 +113,8 @@ def explain_os_error(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.filename is not None:
         reason = f"{error.filename}: {reason}"
-    cure = CURES.get(error.errno or 0)
-    return f"{reason}; {cure}" if cure else reason
+    advice = ADVICE.get(error.errno or 0)
+    return f"{reason}; {advice}" if advice else reason
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from lagrpo.errors import one_line_errors, parse_json
 from lagrpo.model.chat import (
     Replies,
     check_thought,
+    extra_keys,
     find_hidden_key,
-    further_keys,
     without_repetition,
 )
 from lagrpo.model.model import Policy
@@ -477,7 +477,7 @@ def _write_turn(
     behind the messages `before`. Raises ValueError.
     """
     chat = replies.chat
-    if not message.get("tool_calls") and not further_keys(message):
+    if not message.get("tool_calls") and not extra_keys(message):
         return chat.without_end(message["content"]), replies.end_id
     turn = chat.render_turn(before, message, prompt.tools)
     end_id = chat.find_end(turn)
@@ -499,5 +499,5 @@ def _says_something(message: JsonView) -> bool:
         return False
     if isinstance(message.get("content"), str):
         return True
-    has_more = bool(message.get("tool_calls")) or bool(further_keys(message))
+    has_more = bool(message.get("tool_calls")) or bool(extra_keys(message))
     return message["role"] == "assistant" and "content" not in message and has_more

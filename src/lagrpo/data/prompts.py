@@ -156,12 +156,12 @@ class PromptSource:
         num_tokens = len(prompt.token_ids)
         if num_tokens > self.max_prompt_tokens:
             if self.episodes is None:
-                cure = "rollout.overlong_prompts = 'drop' drops it"
+                advice = "rollout.overlong_prompts = 'drop' drops it"
             else:
-                cure = "raise it (overlong_prompts drops no prompts of an environment)"
+                advice = "raise it (overlong_prompts drops no prompts of an environment)"
             raise SettingsError(
                 f"{label} has {num_tokens} tokens; rollout.max_prompt_length is "
-                f"{self.max_prompt_tokens}; {cure}"
+                f"{self.max_prompt_tokens}; {advice}"
             )
         if not self._has_warned:  # one warning per task is enough
             self._has_warned = self.chat.warn_if_unusual(prompt, label)

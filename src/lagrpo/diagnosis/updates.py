@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from lagrpo.core.lag_table import held_lag, recipes_that_hold
+from lagrpo.settings.lag_table import held_lag, recipes_that_hold
 from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import RunRecord, mean
 from lagrpo.terminal.text import count_of

@@ -214,7 +214,7 @@ def check_shown(message: JsonView, text: str) -> None:
         function = call.get("function", call)
         call_pieces = [function["name"], *texts_of(function.get("arguments"))]
         pieces += [("tool_calls", piece) for piece in call_pieces]
-    for key in further_keys(message):
+    for key in extra_keys(message):
         value = message[key]
         pieces += [(key, piece) for piece in texts_of(value) or [json.dumps(value)]]
     for key, piece in pieces:
@@ -232,7 +232,7 @@ def find_hidden_key(messages: Messages, text: str) -> str | None:
     Templates leave out earlier thoughts.
     """
     for message in messages:
-        for key in further_keys(message):
+        for key in extra_keys(message):
             is_thought = key in THOUGHT_KEYS
             pieces = texts_of(message[key])
             if not is_thought and not all(find_end(piece, text, 0) >= 0 for piece in pieces):
@@ -240,7 +240,7 @@ def find_hidden_key(messages: Messages, text: str) -> str | None:
     return None
 
 
-def further_keys(message: JsonView) -> list[str]:
+def extra_keys(message: JsonView) -> list[str]:
     """Returns the keys of a message that have a value, beside its text and its calls.
 
     Ids, and the names of tools, do not count: templates show them only where a model needs them.
@@ -552,7 +552,7 @@ class Chat:
         """
         text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
         token = next((token for token in self.special_tokens if token in text), None)
-        if token is None and not any(map(further_keys, prompt.messages)):
+        if token is None and not any(map(extra_keys, prompt.messages)):
             return False
         rendered_text = self.tokenizer.decode(prompt.token_ids)
         hidden_key = find_hidden_key(prompt.messages, rendered_text)

@@ -62,7 +62,7 @@ def has_whole_weights(directory: Path) -> bool:
 def naming_damage(directory: str | Path, what: str) -> Iterator[None]:
     """Turns any exception inside into a ValueError of one line.
 
-    It names the file of the directory that is missing or damaged, and the cure. If no file is, it
+    It names the file of the directory that is missing or damaged, and the advice. If no file is, it
     has `what` and the exception.
     """
     try:

@@ -76,8 +76,8 @@ def read_environment(run: Path) -> JsonObject:
     try:
         return parse_json_object(file.read_bytes())
     except ValueError as error:
-        cure = "remove it to resume as on another machine"
-        raise ValueError(f"{file} is damaged ({error}): {cure}") from error
+        advice = "remove it to resume as on another machine"
+        raise ValueError(f"{file} is damaged ({error}): {advice}") from error
 
 
 @contextmanager

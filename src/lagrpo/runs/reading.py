@@ -122,12 +122,12 @@ def _load_lines(path: Path) -> list[JsonObject]:
     return rows
 
 
-def _parse(text: bytes, where: str, cure: str) -> JsonObject:
-    """Reads a JSON object. Raises ValueError with `where` and `cure` in its message."""
+def _parse(text: bytes, where: str, advice: str) -> JsonObject:
+    """Reads a JSON object. Raises ValueError with `where` and `advice` in its message."""
     try:
         return parse_json_object(text)
     except ValueError as error:
-        raise ValueError(f"{where} is not a JSON object ({error}): {cure}") from error
+        raise ValueError(f"{where} is not a JSON object ({error}): {advice}") from error
 
 
 def load_evaluations(run: Run | Path | str) -> list[JsonObject]:

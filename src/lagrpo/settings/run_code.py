@@ -70,14 +70,14 @@ def check_run_code(
     config: Path,
     *,
     named: object,
-    cure: str,
+    advice: str,
     unused: Collection[str] = (),
 ) -> None:
     """Raises SettingsError if settings name code that only config.toml of a run has chosen.
 
     config: the file, for the message
     named: settings that the user wrote, as mappings; functions that they name may run
-    cure: what lets the code run, for the message
+    advice: what lets the code run, for the message
     unused: beginnings of settings whose code does not run
     """
     chosen_names = set(_find_texts(named))
@@ -89,7 +89,7 @@ def check_run_code(
     if code:
         raise SettingsError(
             f"{config} names code that would run: {', '.join(dict.fromkeys(code))}. "
-            f"If you trust it, {cure}"
+            f"If you trust it, {advice}"
         )
 
 

@@ -66,7 +66,7 @@ class Settings(Section):
 
 
 def find_contradictions(settings: Settings) -> Iterator[str]:
-    """Yields each contradiction between settings of different sections, with the cure."""
+    """Yields each contradiction between settings of different sections, with the advice."""
     rollout = settings.rollout
     vllm = settings.vllm
     offline = settings.offline

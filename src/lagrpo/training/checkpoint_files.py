@@ -211,14 +211,14 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 @contextmanager
-def reading(file: Path, *further: type[Exception]) -> Generator[None]:
+def reading(file: Path, *more: type[Exception]) -> Generator[None]:
     """Turns errors about a file of a checkpoint that is missing or damaged into a CheckpointError.
 
-    They are errors of libraries, and `further` ones.
+    They are errors of libraries, and `more` ones.
     """
     try:
         yield
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, *further) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, *more) as error:
         raise CheckpointError(
             f"{file} cannot be read ({describe_error(error)}): {_cure(file.parent)}"
         ) from error

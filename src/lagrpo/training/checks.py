@@ -76,7 +76,7 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
         inert = inert_over_pi_k(recipe)
         if inert:
             has_knob = f"{inert[0]}.denominator" in recipe.knobs
-            cure = (
+            advice = (
                 f"set {inert[0]}.denominator to 'alpha'"
                 if has_knob
                 else "compare with x.rollout_logp"
@@ -84,7 +84,7 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
             raise SettingsError(
                 f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the "
                 "policy at the start of the batch. With schedule.num_iterations = 1 they are the "
-                f"same, so it never acts: {cure}, or set num_iterations to 2 or more"
+                f"same, so it never acts: {advice}, or set num_iterations to 2 or more"
             )
     if settings.offline.data and recipe.needs_staleness:
         raise SettingsError(
@@ -216,9 +216,9 @@ def check_server_gpus(settings: Settings) -> None:
         return
     shared_gpus = set(map(str, vllm.gpus)) & set(gpus_of_ranks())
     if shared_gpus:
-        cure = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
+        advice = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
         raise SettingsError(
-            f"vllm.gpus: GPU {min(shared_gpus)} is one that this run trains on: {cure}"
+            f"vllm.gpus: GPU {min(shared_gpus)} is one that this run trains on: {advice}"
         )
 
 

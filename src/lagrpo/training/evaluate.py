@@ -66,7 +66,7 @@ def evaluate(
             loaded,
             config,
             named=changes,
-            cure=f"pass {TRUST_ARGUMENT}",
+            advice=f"pass {TRUST_ARGUMENT}",
             unused=[setting for name in replaced for setting in ARGUMENTS[name]],
         )
     with naming_start(None if config is None else config.parent), interruptible():

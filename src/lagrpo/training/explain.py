@@ -243,9 +243,9 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     lag, others = recipes_that_hold(largest)
     # Beyond all measured lags, `lag` is the largest of them: there this recipe may hold, too.
     is_help = bool(others) and lag > held
-    cure = f"; {' and '.join(others)} held at {lag}" if is_help else ""
+    advice = f"; {' and '.join(others)} held at {lag}" if is_help else ""
     return [
-        f"note        staleness reaches {count_of(largest, 'update')}, {limit}{cure} "
+        f"note        staleness reaches {count_of(largest, 'update')}, {limit}{advice} "
         "(docs/off-policy.md)"
     ]
 

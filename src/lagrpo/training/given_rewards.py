@@ -72,6 +72,6 @@ def _read_table(table: Table) -> Reward:
         key = ".".join(map(str, problem["loc"]))
         raise ValueError(f"rewards, {title}: {key}: {problem['msg']}") from error
     except TypeError as error:
-        cure = "set its arguments in the options of a table"
-        raise ValueError(f"rewards, {title}: {error}: {cure}") from error
+        advice = "set its arguments in the options of a table"
+        raise ValueError(f"rewards, {title}: {error}: {advice}") from error
     return Reward(function, weight=entry.weight, range=entry.range, name=table.get("name", ""))

@@ -215,9 +215,9 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
         store.result().set_timeout(TIMEOUT)
         return store.result()
     except dist.DistError as error:
-        cure = "set MASTER_PORT to a free port, and start each rank once"
+        advice = "set MASTER_PORT to a free port, and start each rank once"
         raise ConnectionError(
-            f"{host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {cure}"
+            f"{host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {advice}"
         ) from error
 
 
@@ -339,11 +339,11 @@ def wait_until(condition: Callable[[], bool], describe: Callable[[], str]) -> No
                 last_text = text
                 logger.warning("waiting for %s", text)
         if waited > JOIN_TIMEOUT:
-            cure = (
+            advice = (
                 "start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, "
                 "or use torchrun"
             )
-            raise TimeoutError(f"{describe()} did not come within {JOIN_TIMEOUT:g} s: {cure}")
+            raise TimeoutError(f"{describe()} did not come within {JOIN_TIMEOUT:g} s: {advice}")
         time.sleep(POLL)
 
 

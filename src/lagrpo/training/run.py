@@ -136,7 +136,7 @@ def train(
                 source,
                 Path(resume_from, "config.toml"),
                 named=[written, changes],
-                cure=f"pass {TRUST_ARGUMENT}",
+                advice=f"pass {TRUST_ARGUMENT}",
                 unused=[setting for name in passed_names for setting in ARGUMENTS[name]],
             )
     resume_arguments = in_memory_arguments(task, data, rewards, loss)

@@ -139,7 +139,7 @@ class RecordedRun:
                     self.settings,
                     config,
                     named=(),
-                    cure=f"add {TRUST_OPTION}, in Python {TRUST_ARGUMENT}",
+                    advice=f"add {TRUST_OPTION}, in Python {TRUST_ARGUMENT}",
                     unused=self._list_unused_code(task),
                 )
             self.recipe = self._load_recipe()

@@ -51,8 +51,8 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
     chat = load_chat(run)
     check_texts(run, chat)
     if task is None and run.used_task_object:
-        cure = "pass it to lagrpo.verify.verify_run"
-        run.report.skip(f"prompts and rewards: the run used a Task object; {cure}")
+        advice = "pass it to lagrpo.verify.verify_run"
+        run.report.skip(f"prompts and rewards: the run used a Task object; {advice}")
         return
     settings = run.settings
     if task is None:

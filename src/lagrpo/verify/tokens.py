@@ -88,8 +88,8 @@ def load_model(run: RecordedRun, folder: str) -> PreTrainedModel:
 def _check_adapter(folder: Path) -> None:
     """Raises SettingsError without PEFT, and for adapters that are pickled or not plain LoRA."""
     if importlib.util.find_spec("peft") is None:
-        cure = "verifying versions of adapters needs the package peft: pip install peft"
-        raise SettingsError(f"{folder}: {cure}")
+        advice = "verifying versions of adapters needs the package peft: pip install peft"
+        raise SettingsError(f"{folder}: {advice}")
     with as_settings_error():
         check_directory(folder)
         load_adapter_config(folder)
@@ -260,10 +260,10 @@ def _choose_rows(
     prefix = "completions, their samples and log-probs:"
     offline = sum(row["source"] != "sampler" for row in run.rows)
     run.report.skip(f"{prefix} offline data", offline)
-    cure = "set checkpoint.export_every = 1 to keep the weights of every version"
+    advice = "set checkpoint.export_every = 1 to keep the weights of every version"
     without_weights = len(run.generated) - len(rows)
     run.report.skip(
-        f"{prefix} the weights of their version are not on disk; {cure}", without_weights
+        f"{prefix} the weights of their version are not on disk; {advice}", without_weights
     )
     not_chosen = len(rows) - len(rows_to_replay)
     run.report.skip(f"{prefix} not chosen; choose more with --rows N or --all", not_chosen)
