@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 
-from lagrpo.settings.lag_table import held_lag, recipes_that_hold
 from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import RunRecord, mean
+from lagrpo.settings.lag_table import held_lag, recipes_that_hold
 from lagrpo.terminal.text import count_of
 
 LEAST_SYNCS = 3
