@@ -206,6 +206,7 @@ WRONG = {
     "train --resume auto": "set run.name",
     "train --loss.recipe grop": "did you mean 'grpo'",
     "train --model ./nosuch --dry-run": "model.path",
+    "train demo --measure": "--dry-run",
     "train --task.name custom --task.data nosuch.jsonl --task.rewards exact --dry-run": (
         "task.data: no file or directory 'nosuch.jsonl'"
     ),

@@ -6,47 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
+from lagrpo.training import explain
 from lagrpo.training.build_tasks import load_tasks
 from lagrpo.training.checks import check_settings
-from lagrpo.training.explain import expected_memory, meaning, print_meaning
-
-
-def memory(ranks: int = 1, sharding: str = "zero1", **sections: Any) -> dict[str, int]:
-    base = {
-        "model": {"dtype": "bfloat16"},
-        "loss": {"beta": 0.0},
-        "distributed": {"strategy": sharding},
-        "eval": {"at_start": False},
-    }
-    settings = Settings.model_validate(
-        {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
-    )
-    return expected_memory(settings, check_settings(settings), 1_000_000, ranks=ranks)
-
-
-def test_memory_of_one_process_by_hand():
-    """P = 1,000,000 in bfloat16: π and α, 2P each; gradient, masters and two moments, 4P each."""
-    plain = {"weights": 4_000_000, "gradient and optimizer": 16_000_000}
-    assert memory() == plain
-    assert memory(loss={"beta": 0.1}) == plain | {"weights": 6_000_000}
-    assert memory(rollout={"engine": "vllm"}) == plain | {"weights": 2_000_000}
-    assert memory(model={"dtype": "float32"}) == {
-        "weights": 8_000_000,
-        "gradient and optimizer": 12_000_000,
-    }
-
-
-def test_memory_of_a_rank_by_hand():
-    """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded
-    (2P + 4P + 12P)/4 + 2P (α), and 2P to evaluate."""
-    assert memory(ranks=4) == {"weights": 4_000_000, "gradient and optimizer": 7_000_000}
-    assert memory(ranks=4, sharding="fsdp2") == {
-        "weights": 4_500_000,
-        "gradient and optimizer": 4_000_000,
-    }
+from lagrpo.training.explain import meaning, print_meaning
 
 
 def settings_of(path: Path, **sections: Any) -> Settings:
@@ -145,7 +112,25 @@ def test_dry_run_of_stale_schedule_has_no_note_if_all_samples_are_offline(model,
 def test_dry_run_states_memory_per_rank(model, monkeypatch):
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    assert "per rank, plus activations" in explained(model, distributed={"strategy": "fsdp2"})
+    assert "per rank" in explained(model, distributed={"strategy": "fsdp2"})
+
+
+@pytest.mark.parametrize(("limit", "warns"), [(2**20, True), (2**50, False)])
+def test_dry_run_warns_if_the_run_does_not_fit_the_host(model, monkeypatch, limit, warns):
+    monkeypatch.setattr(explain, "memory_limit", lambda: limit)
+    monkeypatch.setattr(explain, "pick_device", lambda: torch.device("cpu"))
+    assert ("does not fit" in explained(model)) == warns
+
+
+def test_dry_run_lists_the_terms_of_the_memory_with_the_settings_that_lower_them(
+    model, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", "0")
+    settings = settings_of(model, task={"name": "arithmetic"})
+    print_meaning(settings, check_settings(settings), load_tasks(settings))
+    lines = capsys.readouterr().out.splitlines()
+    (activations,) = [line for line in lines if line.startswith("#   activations")]
+    assert "optimizer.micro_batch_tokens" in activations
 
 
 def test_unsupported_model_is_rejected(tmp_path):

@@ -95,6 +95,24 @@ def test_quota_of_either_version_is_read_in_cpus(tmp_path, files, expected):
     assert machine.read_quota(tmp_path) == expected
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "is_limited"),
+    [
+        pytest.param("memory.max", "4096", True, id="version 2"),
+        pytest.param("memory.max", "max", False, id="version 2 without a limit"),
+        pytest.param("memory/memory.limit_in_bytes", "4096", True, id="version 1"),
+        pytest.param(
+            "memory/memory.limit_in_bytes", str(2**63 - 4096), False, id="version 1 without a limit"
+        ),
+    ],
+)
+def test_memory_is_limited_by_the_container(tmp_path, file, content, is_limited):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content + "\n", encoding="utf-8")
+    assert (machine.memory_limit(tmp_path) == 4096) == is_limited
+
+
 # Runs
 
 

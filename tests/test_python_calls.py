@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import datasets
@@ -18,6 +19,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import RunNotFoundError, load_metrics
 from lagrpo.tasks import RowTask, Task
 from lagrpo.tasks.splits import find_splits, read_split
+from lagrpo.training.measure import BatchCost
+from lagrpo.training.step import Phase
 from lagrpo.types import JsonObject
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
@@ -40,6 +43,42 @@ def test_dry_run_prints_what_the_settings_mean_and_writes_nothing(model, tmp_pat
     assert (result.run, result.batches, result.weights) == (tmp_path / "runs", 0, None)
     assert "staleness at most 2 updates" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_measured_dry_run_prints_seconds_by_phase_and_leaves_no_directory(
+    model, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    settings = tiny_settings(model, tmp_path / "runs", schedule={"batches": 5, "sync_every": 3})
+    result = lagrpo.train(settings, dry_run="measure")
+    lines = capsys.readouterr().out.splitlines()
+    table = {words[1]: words[2:] for line in lines if len(words := line.split()) > 2}
+    for phase in [*Phase, "1", "4", "10"]:
+        assert float(table[phase][0]) >= 0
+    assert result.batches == 0
+    assert not (tmp_path / "runs").exists()
+    assert not list((tmp_path / "tmp").glob("lagrpo-measure-*"))
+
+
+def test_dry_run_of_another_kind_is_a_type_error(model, tmp_path):
+    with pytest.raises(TypeError, match="dry_run"):
+        lagrpo.train(tiny_settings(model, tmp_path), dry_run="cost")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "v", "seconds"),
+    [
+        pytest.param(False, 1, 17.0, id="before every batch"),
+        pytest.param(False, 4, 11.0, id="every 4 batches"),
+        # One batch is waited for: 8 + 6 + 3 + 3 x 6.
+        pytest.param(True, 4, 35 / 4, id="every 4 batches, engine samples meanwhile"),
+    ],
+)
+def test_seconds_of_a_batch_share_one_weight_sync(overlaps, v, seconds):
+    phases = {Phase.SYNC: 8.0, Phase.SAMPLING: 6.0, Phase.LEARNING: 2.0}
+    cost = BatchCost(phases, total=17.0, overlaps=overlaps, peak=None)
+    assert cost.seconds_at(v) == seconds
 
 
 def test_dry_run_counts_prompts_also_of_evaluation_sets_with_a_task(model, tmp_path, capsys):

@@ -220,6 +220,8 @@ class Train:
                     exists
       --dry-run     check the data, the prompts and the model's files, print what the settings mean
                     (samples per update, staleness, memory), and stop
+      --measure     with --dry-run: make one batch after one that warms up, and print seconds by
+                    phase, the time of the run, and both for other sync_every
       --trust-run-code
                     with --resume RUN: run the functions that the settings of RUN name
 
@@ -232,6 +234,7 @@ class Train:
     file: str | None = None
     resume: str | None = None
     dry_run: bool = False
+    measure: bool = False
     trust_run_code: bool = False
 
 
@@ -241,10 +244,13 @@ def read_train_words(words: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     parser.add_argument("file", nargs="?")
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--measure", action="store_true")
     parser.add_argument(TRUST_OPTION, action="store_true")
     arguments, changes = read_words(parser, words, list(Settings.model_fields))
     if arguments["file"] is None:
         check_settings_go_first(changes)
+    if arguments["measure"] and not arguments["dry_run"]:
+        raise SettingsError("--measure is for a dry run: add --dry-run")
     return Train(**arguments), changes
 
 
@@ -292,7 +298,8 @@ def train(words: list[str]) -> None:
     from lagrpo.training import run
 
     with exit_on(*run.FAILURES):
-        result = run.train(settings, resume=arguments.resume, dry_run=arguments.dry_run)
+        dry_run = "measure" if arguments.measure else arguments.dry_run
+        result = run.train(settings, resume=arguments.resume, dry_run=dry_run)
     if result.interrupted:
         sys.exit(128 + result.interrupted)
 

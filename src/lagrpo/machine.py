@@ -136,6 +136,18 @@ def usable_cores() -> int:
     return max(1, min(cpus, math.ceil(quota)))
 
 
+def memory_limit(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes of memory that this machine has, or that the container allows if fewer."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2, version 1
+        file = groups / name
+        # Without a limit, version 2 says "max", and version 1 a number beyond all memory.
+        text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
 def read_quota(groups: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Returns the CPUs that the container's control group allows; None without a limit.
 

@@ -39,7 +39,7 @@ def explain_run(settings: Settings, recipe: Recipe, task: Task | None) -> None:
     tasks = load_tasks(settings, task)
     warn_of_trained_prompts(settings, tasks)
     records = read_offline_records(settings, recipe)
-    if settings.rollout.engine == "vllm" and not settings.vllm.urls:
+    if settings.rollout.uses_vllm and not settings.vllm.urls:
         with as_settings_error("vllm"):
             find_python()
     longest = settings.max_sequence_length + max_reply_tokens(settings, *tasks.values())

@@ -15,30 +15,44 @@ import torch
 
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
+from lagrpo.cpu.decoder import is_reproduced
+from lagrpo.cpu.library import NoKernels
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text, redact_values
-from lagrpo.model.backend import pick_device, pick_dtype
+from lagrpo.machine import memory_limit
+from lagrpo.model.attention import Shape
+from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_supported, load_config
-from lagrpo.model.lora import count_parameters
 from lagrpo.rollout.episodes import MAIN_TASK
+from lagrpo.rollout.recorded import total_memory
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.lag_table import held_lag, measured_lags, recipes_that_hold
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build_policy import loading, lora_of
-from lagrpo.training.checks import offline_prompts
-from lagrpo.training.torchrun import read_count, world_size
+from lagrpo.training.checks import offline_prompts, server_shares_gpu
+from lagrpo.training.memory import (
+    Computation,
+    ModelSizes,
+    expected_memory,
+    in_words,
+    largest_term,
+    memory_table,
+    memory_warning,
+    needs,
+)
+from lagrpo.training.torchrun import local_size, read_count, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def meaning(settings: Settings, recipe: Recipe) -> list[str]:
+def meaning(settings: Settings, recipe: Recipe, *, has_table: bool = False) -> list[str]:
     """One line for each thing that people get wrong about a run.
 
-    The model's sizes are read from its config.
+    The model's sizes are read from its config. `has_table` adds the terms of its memory.
     """
     return [
         f"recipe      {_recipe(settings, recipe)}",
@@ -47,7 +61,7 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
         f"batch       {_batch(settings)}",
         f"schedule    {_weight_syncs(settings)}",
         f"run         {_length(settings)}",
-        *_memory(settings, recipe),
+        *_memory(settings, recipe, has_table=has_table),
         f"arithmetic  {_arithmetic(settings)}",
     ]
 
@@ -59,7 +73,7 @@ def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task])
     """
     if read_count("RANK", default=0) > 0:
         return
-    for line in [*_data(tasks), *meaning(settings, recipe)]:
+    for line in [*_data(tasks), *meaning(settings, recipe, has_table=True)]:
         print_text(f"# {line}")
     print_text("# dry run: nothing was written. Settings that are not the defaults:")
     changed = settings.model_dump(exclude_none=True, exclude_defaults=True)
@@ -250,71 +264,51 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     ]
 
 
-def _memory(settings: Settings, recipe: Recipe) -> list[str]:
-    """The least memory that a rank needs, and the parameters that LoRA trains."""
+def _memory(settings: Settings, recipe: Recipe, *, has_table: bool) -> list[str]:
+    """The memory that a rank needs, a warning if it has less, and the parameters of adapters."""
     lm = empty_model(settings)
-    lora = lora_of(settings.model)
-    ranks = world_size()
+    computation = computation_of(settings, lm, world_size())
     with as_settings_error("model.lora_r"):
-        adapters = count_parameters(lm, lora) if lora else 0
-    memory = expected_memory(settings, recipe, lm.num_parameters(), adapters, ranks)
-    parts = ", ".join(f"{name} {_in_words(size)}" for name, size in memory.items())
-    per_rank = " per rank" if ranks > 1 else ""
-    lines = [f"memory      {parts}{per_rank}, plus activations and caches"]
-    if lora:
+        sizes = ModelSizes.of(lm, lora_of(settings.model))
+    terms = expected_memory(sizes, settings, recipe, computation)
+    largest = largest_term(terms)
+    lines = [
+        f"memory      {needs(terms, computation)}; most for {largest.name}, "
+        f"{in_words(largest.size)}: lower with {largest.advice}",
+    ]
+    if has_table:
+        lines += memory_table(terms, computation.ranks)
+    lines += memory_warning(terms, computation)
+    if sizes.adapters:
         lines.append(
-            f"adapters    {adapters:,} trained parameters; "
-            f"the model's {lm.num_parameters():,} stay frozen"
+            f"adapters    {sizes.adapters:,} trained parameters; "
+            f"the model's {sizes.parameters:,} stay frozen"
         )
     return lines
 
 
-def _in_words(size: int) -> str:
-    """A size in GiB, or in MiB if it is small."""
-    if size < 2**30 / 10:
-        return f"{size / 2**20:.2f} MiB"
-    return f"{size / 2**30:.2f} GiB"
-
-
-def expected_memory(
-    settings: Settings, recipe: Recipe, parameters: int, adapters: int = 0, ranks: int = 1
-) -> dict[str, int]:
-    """Bytes of a rank by purpose.
-
-    With P trained parameters in bfloat16 on R ranks:
-
-        strategy   π    π_ref   α    gradient   masters and moments
-        zero1      2P   2P      2P   4P         12P/R
-        fsdp2      2P/R 2P/R    2P   4P/R       12P/R                 and 2P to evaluate
-
-    α has no copy if vLLM samples. With `adapters`, their numbers are trained, and the model is
-    frozen.
-    """
-    size = getattr(torch, pick_dtype(settings.model.dtype, pick_device())[0]).itemsize
-    is_local = settings.rollout.engine == "local"
+def computation_of(settings: Settings, lm: PreTrainedModel, ranks: int) -> Computation:
+    """Returns what computes a model, which may be on the meta device, on this machine."""
+    device = pick_device()
+    dtype = getattr(torch, pick_dtype(settings.model.dtype, device)[0])
+    with as_settings_error("LAGRPO_KERNELS", NoKernels):
+        backend = choose_backend(chosen_kernels(), device, dtype)
     is_sharded = ranks > 1 and settings.distributed.strategy == "fsdp2"
-    trained = adapters or parameters
-
-    numbers = trained
-    if recipe.needs_pi_ref:
-        numbers += trained
-    if adapters:
-        numbers += parameters
-    gradient = 4 * trained
-    if is_sharded:
-        numbers //= ranks
-        gradient //= ranks
-    if is_local and is_sharded:
-        # α, and whole weights to evaluate
-        numbers += 2 * parameters
-    elif is_local:
-        numbers += trained
-    # In float32 on one rank, AdamW steps on the working weights themselves.
-    masters = 4 * trained // ranks if size == 2 or ranks > 1 else 0
-    return {
-        "weights": size * numbers,
-        "gradient and optimizer": gradient + masters + 8 * trained // ranks,
-    }
+    has_kernels = backend.kernels or backend.triton
+    text_config = lm.config.get_text_config()
+    fused = has_kernels and is_reproduced(lm, Shape.of(text_config).d)
+    on_gpu = device.type == "cuda"
+    return Computation(
+        itemsize=dtype.itemsize,
+        ranks=ranks,
+        on_gpu=on_gpu,
+        # Sharded layers are computed by calls of their modules.
+        fused=fused and not is_sharded,
+        packed=fused and backend.products is not None and dtype == torch.bfloat16,
+        # The ranks of a host share its memory.
+        memory=total_memory(device) if on_gpu else memory_limit() // local_size(),
+        shares_gpu=server_shares_gpu(settings),
+    )
 
 
 def empty_model(settings: Settings) -> PreTrainedModel:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -50,10 +50,14 @@ from lagrpo.training.checks import check_settings
 from lagrpo.training.dry_run import explain_run
 from lagrpo.training.epochs import with_batches
 from lagrpo.training.lifecycle import Training
+from lagrpo.training.measure import describe_cost, measure_batch
 from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resuming import ResumeState
 from lagrpo.training.torchrun import check_ranks, local_size
 from lagrpo.types import Result
+
+DryRun = bool | Literal["measure"]
+"""Only says what the settings mean; with "measure" also what a batch costs."""
 
 SECONDS_FOR_TORCHRUN = 5.0
 """Seconds that torchrun has to see the end of another rank, before a rank that lost it ends."""
@@ -84,7 +88,7 @@ def train(
     loss: str | Recipe | Callable[..., Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
-    dry_run: bool = False,
+    dry_run: DryRun = False,
     trust_run_code: bool = False,
 ) -> Result:
     """Trains a model (Algorithm 1 of arXiv 2505.22257).
@@ -106,7 +110,8 @@ def train(
         if it exists.
     dry_run: only check the data, the prompts and the model's files, and print what the settings
         mean: samples per update, staleness, memory. The result has 0 batches, and the directory to
-        which nothing was written.
+        which nothing was written. "measure" also makes a batch in a temporary directory, and prints
+        its seconds by phase and the time of the run.
     trust_run_code: with the directory of a run as `resume`, lets functions run that only its
         settings name.
 
@@ -116,6 +121,7 @@ def train(
     wrong type, and an error of FAILURES if the run fails.
     """
     check_types(task, callbacks)
+    check_dry_run(dry_run)
     device = pick_device().type
     check_ranks(device)
     resume_from = None if resume is None else os.fspath(resume)
@@ -148,6 +154,8 @@ def train(
         recipe = check_settings(resolved, task, resume_from, loss)
         if dry_run:
             explain_run(resolved, recipe, task)
+            if dry_run == "measure":
+                print_cost(resolved, recipe, task, device)
             run = find_run(resolved, resume_from)
             run = run or Path(resolved.run.output_dir, resolved.run.name or "")
             return Result(run, None, None, None, 0, 0, None)
@@ -173,14 +181,7 @@ def run_in_process(
     arguments: Sequence[str],
 ) -> Result:
     """Sets this process up, with its threads, signals and the other ranks, and trains in it."""
-    threads = choose_threads(recorded_threads(settings, resume), local_size())
-    shard_layers = settings.distributed.strategy == "fsdp2"
-    with (
-        interruptible(),
-        freed_memory_kept(),
-        fixed_threads(threads),
-        joined(device, shard_layers=shard_layers) as ranks,
-    ):
+    with set_up(settings, device, resume) as ranks:
         run_this_rank = partial(
             run_rank,
             settings=settings,
@@ -194,6 +195,35 @@ def run_in_process(
         if ranks.size == 1:
             return run_this_rank()
         return run_recorded(run_this_rank)
+
+
+@contextmanager
+def set_up(settings: Settings, device: str, resume: str | None = None) -> Generator[Ranks]:
+    """Sets this process up inside, with its threads and signals. Yields it among the ranks."""
+    threads = choose_threads(recorded_threads(settings, resume), local_size())
+    shard_layers = settings.distributed.strategy == "fsdp2"
+    with (
+        interruptible(),
+        freed_memory_kept(),
+        fixed_threads(threads),
+        joined(device, shard_layers=shard_layers) as ranks,
+    ):
+        yield ranks
+
+
+def print_cost(settings: Settings, recipe: Recipe, task: Task | None, device: str) -> None:
+    """Measures a batch, and prints as comments what it costs. Rank 0 prints."""
+    with set_up(settings, device) as ranks:
+        cost = measure_batch(settings, recipe, task, ranks)
+        if ranks.is_first:
+            for line in describe_cost(cost, settings):
+                logs.print_text(f"# {line}")
+
+
+def check_dry_run(dry_run: object) -> None:
+    """Raises TypeError for something else than a kind of dry run."""
+    if not isinstance(dry_run, bool) and dry_run != "measure":
+        raise TypeError(f'dry_run: {dry_run!r:.80} is not True, False or "measure"')
 
 
 def names_of_passed(**arguments: object) -> list[str]:

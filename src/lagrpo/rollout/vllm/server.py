@@ -280,6 +280,18 @@ def attach_server(url: str, longest: int) -> VllmClient:
     return server
 
 
+def chosen_share(options: Sequence[str]) -> str | None:
+    """Returns the share of a GPU's memory that options of vLLM give a server; None if none does.
+
+    >>> chosen_share(["--seed", "3", "--gpu-memory-utilization", "0.3"])
+    '0.3'
+    """
+    for word, next_word in zip(options, [*options[1:], ""], strict=True):
+        if word.startswith(MEMORY_OPTION):
+            return word.partition("=")[2] or next_word
+    return None
+
+
 def start_server(settings: Settings, longest: int, *, shares_gpu: bool = False) -> StartedServer:
     """Starts a server for sequences of `longest` tokens. It is then on its way up.
 
@@ -290,8 +302,7 @@ def start_server(settings: Settings, longest: int, *, shares_gpu: bool = False) 
 
     dtype, _ = pick_dtype(settings.model.dtype, pick_device())
     options = split_server_args(settings.vllm.server_args)
-    has_share = any(word.startswith(MEMORY_OPTION) for word in options)
-    if shares_gpu and not has_share:
+    if shares_gpu and chosen_share(options) is None:
         options = (MEMORY_OPTION, SHARED_MEMORY, *options)
         logger.info(
             "the vLLM server shares a GPU with the trainer: it takes %s of the memory "

@@ -1,0 +1,491 @@
+"""The memory that a rank of a run needs, term by term: the numbers of a dry run.
+
+`expected_memory` is a pure function of a model's sizes, the settings and what computes. The test of
+it compares the sums with the measured peaks of benchmarks/results.
+
+P parameters, of which P_t are trained (all, or the adapters), in a dtype of s bytes, on R ranks:
+
+    term                  zero1           fsdp2
+    weights               s P             0: the masters are the weights
+    copy that samples     s P             s P, and s P to evaluate
+    reference             s P             s P / R
+    master weights        4 P_t / R       4 P / R
+    gradient              4 P_t           4 P / R
+    optimizer states      8 P_t / R       8 P / R
+
+Weights that the C kernels have packed come on top. In float32 with zero1, masters are the weights
+themselves. Activations, logits and caches follow from the tokens of the largest micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lagrpo.core.objective import Recipe
+from lagrpo.model.attention import Shape
+from lagrpo.model.logprobs import KEPT_LOGITS, ON_CPU, ON_GPU
+from lagrpo.model.lora import count_parameters
+from lagrpo.rollout.decoding import BLOCK
+from lagrpo.rollout.recorded import KEPT_SHARE, round_up_keys
+from lagrpo.rollout.vllm.server import SHARED_MEMORY, chosen_share
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import split_server_args
+from lagrpo.training.batch import balanced
+
+if TYPE_CHECKING:
+    from lagrpo.model.lora import Lora
+
+Phase = Literal["always", "sampling", "learning"]
+
+PROGRAM = 570 << 20
+"""Bytes of Python, its libraries and the tables that they make, in a process on a CPU."""
+RANKS_PROGRAM = 60 << 20
+"""Bytes of the libraries by which ranks communicate."""
+FREED_SHARE = 0.08
+"""Share of the memory of learning that freed blocks between used ones take on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The numbers of a model's config that its memory depends on.
+
+    `embedded` is the number of [vocabulary, hidden] weights: 1 if embedding and head are tied.
+    `head_norms`: queries and keys have norms, as in Qwen3. `adapters`: numbers in adapters.
+    """
+
+    parameters: int
+    vocabulary: int
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    embedded: int = 1
+    head_norms: bool = False
+    adapters: int = 0
+
+    @staticmethod
+    def of(lm: Any, lora: Lora | None) -> ModelSizes:
+        """Returns the sizes of a model of transformers, which may be on the meta device."""
+        text_config = lm.config.get_text_config()
+        shape = Shape.of(text_config)
+        first_layer = lm.get_decoder().layers[0]
+        attention = getattr(first_layer, "self_attn", None)
+        is_tied = lm.get_input_embeddings().weight is lm.get_output_embeddings().weight
+        return ModelSizes(
+            parameters=lm.num_parameters(),
+            vocabulary=text_config.vocab_size,
+            hidden=text_config.hidden_size,
+            mlp=text_config.intermediate_size,
+            layers=shape.layers,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.d,
+            embedded=1 if is_tied else 2,
+            head_norms=hasattr(attention, "q_norm"),
+            adapters=count_parameters(lm, lora) if lora else 0,
+        )
+
+    @property
+    def trained(self) -> int:
+        """The number of trained parameters."""
+        return self.adapters or self.parameters
+
+    @property
+    def head(self) -> int:
+        """The numbers of the head, and of the embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def in_layers(self) -> int:
+        """The parameters of all decoder layers."""
+        return self.parameters - self.embedded * self.head
+
+    @property
+    def queries(self) -> int:
+        """The numbers of all query heads of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """The numbers of all key heads of a token; the values have as many."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What computes a run.
+
+    - `itemsize`: bytes of a number of the model
+    - `fused`: kernels compute whole layers; without it the modules of transformers do
+    - `packed`: the C kernels multiply by packed weights
+    - `memory`: bytes that a rank has: its GPU's, or its share of the host's; None if unknown
+    - `shares_gpu`: a vLLM server has the GPU together with the trainer
+    """
+
+    itemsize: int
+    ranks: int = 1
+    on_gpu: bool = False
+    fused: bool = True
+    packed: bool = False
+    memory: int | None = None
+    shares_gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Memory of a rank for one purpose: its bytes, when it is taken, and what lowers it."""
+
+    name: str
+    size: int
+    advice: str
+    phase: Phase = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class LargestMicroBatch:
+    """The largest micro-batch of a rank, if prompts and completions have their full lengths.
+
+    - `rows`: tokens that go through the model
+    - `tokens`: completion tokens, each with a row of logits
+    - `seen`: keys of all segments, a prompt once for each of its completions
+    - `is_only`: the rank has no other micro-batch
+    """
+
+    rows: int
+    tokens: int
+    seen: int
+    is_only: bool
+
+
+def expected_memory(
+    sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
+) -> list[Term]:
+    """Returns the terms of the memory of a rank, without those that are 0."""
+    terms = [
+        *_program(computation),
+        *_weights(sizes, settings, recipe, computation),
+        *_optimizer(sizes, settings, computation),
+        *_learning(sizes, settings, recipe, computation),
+        *_sampling(sizes, settings, computation),
+    ]
+    return [term for term in terms if term.size > 0]
+
+
+def peak(terms: Iterable[Term]) -> int:
+    """Returns the most bytes that a rank has at a time."""
+    sums: dict[Phase, int] = {"always": 0, "sampling": 0, "learning": 0}
+    for term in terms:
+        sums[term.phase] += term.size
+    return sums["always"] + max(sums["sampling"], sums["learning"])
+
+
+def largest_term(terms: Iterable[Term]) -> Term:
+    """Returns the largest term that a setting lowers."""
+    return max((term for term in terms if term.advice), key=lambda term: term.size)
+
+
+def _program(computation: Computation) -> list[Term]:
+    if computation.on_gpu:
+        return []
+    size = PROGRAM + (RANKS_PROGRAM if computation.ranks > 1 else 0)
+    return [Term("program", size, "")]
+
+
+# ---- weights and optimizer ----
+
+
+def _is_sharded(settings: Settings, computation: Computation) -> bool:
+    return computation.ranks > 1 and settings.distributed.strategy == "fsdp2"
+
+
+def _weights(
+    sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
+) -> list[Term]:
+    """The policy, the copy that samples, and the reference, with their packed weights."""
+    s = computation.itemsize
+    is_sharded = _is_sharded(settings, computation)
+    samples_here = settings.rollout.engine == "local"
+    whole = s * sizes.parameters
+    # All products, also the head's.
+    packed = 2 * (sizes.in_layers + sizes.head) if computation.packed else 0
+    adapters = s * sizes.adapters * (2 if computation.packed else 1)
+    # Copies have empty weights in place of packed ones.
+    copied = s * sizes.embedded * sizes.head + packed if packed else whole
+
+    if sizes.adapters:
+        weights = whole + packed + adapters
+        copied = adapters
+    elif is_sharded:
+        weights = 0
+    else:
+        weights = whole + packed
+    sampler = copied if samples_here else 0
+    if samples_here and is_sharded:
+        sampler += whole + packed
+    reference = 0
+    if recipe.needs_pi_ref:
+        reference = whole // computation.ranks if is_sharded else copied
+    return [
+        Term("weights", weights, _shard_or_shrink(computation)),
+        Term("copy that samples", sampler, 'rollout.engine = "vllm"'),
+        Term("reference", reference, "loss.beta = 0"),
+    ]
+
+
+def _shard_or_shrink(computation: Computation) -> str:
+    if computation.ranks > 1:
+        return 'distributed.strategy = "fsdp2", or a smaller model.path'
+    return "a smaller model.path"
+
+
+def _optimizer(sizes: ModelSizes, settings: Settings, computation: Computation) -> list[Term]:
+    """Masters, gradient and moments."""
+    s = computation.itemsize
+    ranks = computation.ranks
+    trained = sizes.trained
+    is_sharded = _is_sharded(settings, computation)
+    # Weights in float32 are their own masters.
+    masters = 4 * trained // ranks if s < 4 or is_sharded else 0
+    gradient = 4 * trained // ranks if is_sharded else 4 * trained
+    moments = 8 * trained // ranks
+    advice = "model.lora_r" if not sizes.adapters else "a smaller model.lora_r"
+    offload_advice = advice
+    if computation.on_gpu:
+        offload_advice = f"optimizer.offload_optimizer, or {advice}"
+        if settings.optimizer.offload_optimizer:
+            moments = 0
+    if settings.optimizer.log_gradient_cosine:
+        gradient += 4 * trained // ranks
+    return [
+        Term("master weights", masters, advice),
+        Term("gradient", gradient, advice, "learning"),
+        Term("optimizer states", moments, offload_advice),
+    ]
+
+
+# ---- learning ----
+
+
+def _learning(
+    sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
+) -> list[Term]:
+    """Activations and logits of the largest micro-batch, and gathered layers."""
+    micro_batch = largest_micro_batch(settings, recipe, computation)
+    is_checkpointed = settings.optimizer.gradient_checkpointing
+    advice = "optimizer.micro_batch_tokens"
+    if not is_checkpointed:
+        advice += ", optimizer.gradient_checkpointing"
+    terms = [
+        Term(
+            "activations",
+            _activations(sizes, micro_batch, computation, is_checkpointed=is_checkpointed),
+            advice,
+            "learning",
+        ),
+        Term(
+            "logits",
+            _logits(sizes, micro_batch, computation),
+            "optimizer.micro_batch_tokens",
+            "learning" if computation.on_gpu else "always",
+        ),
+    ]
+    if _is_sharded(settings, computation):
+        terms.append(Term("gathered layers", _gathered(sizes, computation), "", "learning"))
+    if not computation.on_gpu:
+        used = sum(term.size for term in terms if term.phase == "learning")
+        terms.append(Term("freed blocks", int(FREED_SHARE * used), "", "learning"))
+    return terms
+
+
+def largest_micro_batch(
+    settings: Settings, recipe: Recipe, computation: Computation
+) -> LargestMicroBatch:
+    """Returns the largest micro-batch of a rank, by the rules of training/batch.py."""
+    prompt = settings.rollout.max_prompt_length
+    # The last token of a completion predicts nothing.
+    fed = max(1, settings.rollout.max_completion_length - 1)
+    G = settings.rollout.num_generations
+    N = settings.schedule.prompts_per_batch
+    ranks = computation.ranks
+    budget = settings.optimizer.tokens_in_micro_batch(on_gpu=computation.on_gpu)
+    budget = min(budget, -(-N * (prompt + G * fed) // ranks))
+
+    most = G if recipe.needs_whole_groups else max(1, (budget - prompt) // fed)
+    completions: list[int] = []  # of each piece of a group
+    for first in range(0, G, most):
+        completions += [min(most, G - first)] * N
+    costs = [prompt + count * fed for count in completions]
+    micro_batches = balanced(costs, budget, ranks)
+    largest = max(micro_batches, key=lambda pieces: sum(costs[piece] for piece in pieces))
+    count = sum(completions[piece] for piece in largest)
+    prompts = len(largest) * prompt
+    return LargestMicroBatch(
+        rows=prompts + count * fed,
+        tokens=count * settings.rollout.max_completion_length,
+        seen=prompts + count * (prompt + fed),
+        is_only=len(micro_batches) <= ranks,
+    )
+
+
+def _activations(
+    sizes: ModelSizes,
+    micro_batch: LargestMicroBatch,
+    computation: Computation,
+    *,
+    is_checkpointed: bool,
+) -> int:
+    """The bytes that wait for the backward pass, and the largest gradients of a layer."""
+    s = computation.itemsize
+    rows = micro_batch.rows
+    # The C kernels find a prompt's keys at its place; elsewhere they are gathered.
+    seen = micro_batch.seen if computation.on_gpu or not computation.fused else rows
+    attention = s * (2 * sizes.queries * rows + 2 * sizes.keys * seen) + 4 * sizes.heads * rows
+    if sizes.head_norms:
+        attention += s * (sizes.queries + sizes.keys) * rows
+    if computation.fused:
+        # Inputs of two norms, gate and up.
+        layer = attention + s * (2 * sizes.hidden + 2 * sizes.mlp) * rows
+        inputs = 2 * s * sizes.hidden * rows
+    else:
+        # Of each norm the input and its quotient in float32, and two roundings; of the MLP gate,
+        # its activation, up, and their product.
+        norm = 8 * sizes.hidden if s < 4 else 12 * sizes.hidden
+        layer = attention + (2 * norm + 4 * s * sizes.mlp) * rows
+        inputs = s * sizes.hidden * rows
+    # Gradients of the MLP, while it goes back: gate, up, and their product, twice.
+    going_back = s * (4 * sizes.mlp + 2 * sizes.hidden) * rows
+    outside = 3 * s * sizes.hidden * rows
+    if is_checkpointed:
+        return sizes.layers * inputs + layer + going_back + outside
+    return sizes.layers * layer + going_back + outside
+
+
+def _logits(sizes: ModelSizes, micro_batch: LargestMicroBatch, computation: Computation) -> int:
+    """The bytes of the head's logits and of its gradient: see model/logprobs.py."""
+    s = computation.itemsize
+    chunks = ON_GPU if computation.on_gpu else ON_CPU
+    kept = min(micro_batch.tokens, KEPT_LOGITS // sizes.vocabulary)
+    others = micro_batch.tokens - kept
+    piece = min(others, max(1, chunks.product // sizes.vocabulary))
+    size = s * (kept + piece) * sizes.vocabulary
+    if not computation.fused:
+        # Two float32 copies of a piece: PyTorch's operations compute the softmax.
+        rows = min(micro_batch.tokens, max(1, chunks.softmax // sizes.vocabulary))
+        size += 2 * 4 * rows * sizes.vocabulary
+    if sizes.adapters:
+        return size
+    size += s * sizes.head  # the gradient of the head's weight
+    if others > 0:
+        size += 4 * sizes.head
+        if not chunks.sums_in_product:
+            size += s * sizes.head
+    return size
+
+
+def _gathered(sizes: ModelSizes, computation: Computation) -> int:
+    """The bytes of the root and of two layers that are whole, and of a layer's gradient."""
+    s = computation.itemsize
+    root = sizes.embedded * sizes.head
+    layer = sizes.in_layers // sizes.layers
+    return s * (root + 2 * layer) + (4 + s) * max(root, layer)
+
+
+# ---- sampling ----
+
+
+def _sampling(sizes: ModelSizes, settings: Settings, computation: Computation) -> list[Term]:
+    """The cache of keys and values, or the share of a server."""
+    rollout = settings.rollout
+    if rollout.uses_vllm:
+        if not computation.shares_gpu or computation.memory is None:
+            return []
+        share = chosen_share(split_server_args(settings.vllm.server_args)) or SHARED_MEMORY
+        size = int(float(share) * computation.memory)
+        phase: Phase = "sampling" if settings.vllm.sleep else "always"
+        advice = "vllm.server_args = ['--gpu-memory-utilization …'], or vllm.sleep"
+        return [Term("vLLM's share", size, advice, phase)]
+    if rollout.engine != "local":
+        return []
+    cache = _cache(sizes, settings, computation)
+    stays = (
+        computation.on_gpu
+        and computation.memory is not None
+        and cache <= KEPT_SHARE * computation.memory
+    )
+    advice = "rollout.max_num_seqs"
+    if stays:
+        return [Term("keys and values, kept", cache, advice)]
+    return [Term("keys and values", cache, advice, "sampling")]
+
+
+def _cache(sizes: ModelSizes, settings: Settings, computation: Computation) -> int:
+    """The bytes of the keys and values of all completions in flight."""
+    rollout = settings.rollout
+    schedule = settings.schedule
+    groups = -(-schedule.prompts_per_batch // computation.ranks) * max(1, schedule.v)
+    G = rollout.num_generations
+    rows = min(max(rollout.max_num_seqs, G), G * groups)
+    of_token = 2 * sizes.layers * sizes.keys * computation.itemsize
+    prompt = rollout.max_prompt_length
+    completion = rollout.max_completion_length
+    if computation.on_gpu:
+        capacity = round_up_keys(prompt + completion)
+        if computation.memory is not None:
+            kept_rows = int(KEPT_SHARE * computation.memory) // (of_token * capacity)
+            rows = min(rows, max(G, kept_rows))
+        return of_token * rows * capacity
+    # A cache that grows is there twice for a moment.
+    capacity = BLOCK * 2 ** max(0, math.ceil(math.log2(completion / BLOCK)))
+    grown = capacity + (capacity // 2 if capacity > BLOCK else 0)
+    return of_token * (rows * grown + -(-rows // G) * prompt)
+
+
+# ---- words ----
+
+
+def in_words(size: int) -> str:
+    """A size in GiB, or in MiB if it is small."""
+    if size < 2**30 / 10:
+        return f"{size / 2**20:.2f} MiB"
+    return f"{size / 2**30:.2f} GiB"
+
+
+def needs(terms: Sequence[Term], computation: Computation) -> str:
+    """Says how much a rank needs, and all ranks together."""
+    expected = peak(terms)
+    text = f"at most {in_words(expected)}"
+    if computation.ranks > 1:
+        text += f" per rank, {in_words(expected * computation.ranks)} in all"
+    if computation.memory is not None:
+        text += f", of {in_words(computation.memory)}"
+    return text
+
+
+def memory_warning(terms: Sequence[Term], computation: Computation) -> list[str]:
+    """A line that says that the memory does not suffice; none if it does or is unknown."""
+    expected = peak(terms)
+    if computation.memory is None or expected <= computation.memory:
+        return []
+    place = "GPU" if computation.on_gpu else "host"
+    per_rank = " for each rank" if computation.ranks > 1 else ""
+    largest = largest_term(terms)
+    return [
+        f"warning     the run does not fit: it needs {in_words(expected)}, and the {place} has "
+        f"{in_words(computation.memory)}{per_rank}. Lower {largest.name} with {largest.advice}"
+    ]
+
+
+def memory_table(terms: Sequence[Term], ranks: int) -> list[str]:
+    """Returns the lines of a table: each term on a rank and in all, its phase, what lowers it."""
+    lines: list[str] = []
+    for term in sorted(terms, key=lambda term: -term.size):
+        columns = f"  {term.name:<22}{in_words(term.size):>11}"
+        if ranks > 1:
+            columns += f"{in_words(term.size * ranks):>11}"
+        lines.append(f"{columns}  {term.phase:<8}  {term.advice}".rstrip())
+    return lines
