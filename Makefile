@@ -39,7 +39,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-experiments test-gpu test-triton test-vllm test-view test-trackers check-wheel wheel test-gym check-lowest check-older check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
-	bench-memory bench-lora bench-loss check-ranks measure-gpu docs lint format install vllm-env clean
+	bench-memory bench-dry-run bench-lora bench-loss check-ranks measure-gpu docs lint format install vllm-env clean
 
 help:
 	@echo "Use"
@@ -139,7 +139,7 @@ check-aarch64:
 bench-trl bench-peak bench-curve: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-lora bench-loss check-ranks: $(STAMP)
+bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-dry-run bench-lora bench-loss check-ranks: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
 measure-gpu: $(STAMP)

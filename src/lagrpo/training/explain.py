@@ -37,7 +37,7 @@ from lagrpo.training.memory import (
     Computation,
     ModelSizes,
     expected_memory,
-    in_words,
+    how_to_lower,
     largest_term,
     memory_table,
     memory_warning,
@@ -271,11 +271,7 @@ def _memory(settings: Settings, recipe: Recipe, *, has_table: bool) -> list[str]
     with as_settings_error("model.lora_r"):
         sizes = ModelSizes.of(lm, lora_of(settings.model))
     terms = expected_memory(sizes, settings, recipe, computation)
-    largest = largest_term(terms)
-    lines = [
-        f"memory      {needs(terms, computation)}; most for {largest.name}, "
-        f"{in_words(largest.size)}: lower with {largest.advice}",
-    ]
+    lines = [f"memory      {needs(terms, computation)}; {how_to_lower(largest_term(terms))}"]
     if has_table:
         lines += memory_table(terms, computation.ranks)
     lines += memory_warning(terms, computation)

@@ -20,7 +20,7 @@ themselves. Activations, logits and caches follow from the tokens of the largest
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,14 +38,15 @@ from lagrpo.training.batch import balanced
 if TYPE_CHECKING:
     from lagrpo.model.lora import Lora
 
-Phase = Literal["always", "sampling", "learning"]
+Phase = Literal["always", "sampling", "learning", "backward", "update"]
+"""When memory is taken. Learning is the backward passes, then the update."""
 
 PROGRAM = 570 << 20
 """Bytes of Python, its libraries and the tables that they make, in a process on a CPU."""
 RANKS_PROGRAM = 60 << 20
 """Bytes of the libraries by which ranks communicate."""
 FREED_SHARE = 0.08
-"""Share of the memory of learning that freed blocks between used ones take on a CPU."""
+"""Bytes of freed blocks between used ones that stay with a process on a CPU, by byte in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +74,19 @@ class ModelSizes:
         """Returns the sizes of a model of transformers, which may be on the meta device."""
         text_config = lm.config.get_text_config()
         shape = Shape.of(text_config)
-        first_layer = lm.get_decoder().layers[0]
-        attention = getattr(first_layer, "self_attn", None)
         is_tied = lm.get_input_embeddings().weight is lm.get_output_embeddings().weight
         return ModelSizes(
             parameters=lm.num_parameters(),
             vocabulary=text_config.vocab_size,
             hidden=text_config.hidden_size,
-            mlp=text_config.intermediate_size,
+            # Without the entry it is the usual width.
+            mlp=getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
             layers=shape.layers,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.d,
             embedded=1 if is_tied else 2,
-            head_norms=hasattr(attention, "q_norm"),
+            head_norms=any(name.endswith("q_norm") for name, _ in lm.named_modules()),
             adapters=count_parameters(lm, lora) if lora else 0,
         )
 
@@ -166,34 +166,44 @@ def expected_memory(
     sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
 ) -> list[Term]:
     """Returns the terms of the memory of a rank, without those that are 0."""
+    micro_batch = largest_micro_batch(settings, recipe, computation)
     terms = [
-        *_program(computation),
         *_weights(sizes, settings, recipe, computation),
-        *_optimizer(sizes, settings, computation),
-        *_learning(sizes, settings, recipe, computation),
+        *_optimizer(sizes, settings, computation, micro_batch),
+        *_learning(sizes, settings, computation, micro_batch),
         *_sampling(sizes, settings, computation),
     ]
+    if not computation.on_gpu:
+        terms.append(Term("freed blocks", int(FREED_SHARE * peak(terms)), ""))
+        terms.append(Term("program", program_size(computation), ""))
     return [term for term in terms if term.size > 0]
 
 
-def peak(terms: Iterable[Term]) -> int:
+def peak(terms: Sequence[Term]) -> int:
     """Returns the most bytes that a rank has at a time."""
-    sums: dict[Phase, int] = {"always": 0, "sampling": 0, "learning": 0}
-    for term in terms:
-        sums[term.phase] += term.size
-    return sums["always"] + max(sums["sampling"], sums["learning"])
+    return sum(term.size for term in terms_at_peak(terms))
 
 
-def largest_term(terms: Iterable[Term]) -> Term:
-    """Returns the largest term that a setting lowers."""
-    return max((term for term in terms if term.advice), key=lambda term: term.size)
+def terms_at_peak(terms: Sequence[Term]) -> list[Term]:
+    """Returns the terms that are there when a rank has most."""
+    moments: tuple[tuple[Phase, ...], ...] = (
+        ("always", "sampling"),
+        ("always", "learning", "backward"),
+        ("always", "learning", "update"),
+    )
+    by_moment = [[term for term in terms if term.phase in phases] for phases in moments]
+    return max(by_moment, key=lambda chosen: sum(term.size for term in chosen))
 
 
-def _program(computation: Computation) -> list[Term]:
-    if computation.on_gpu:
-        return []
-    size = PROGRAM + (RANKS_PROGRAM if computation.ranks > 1 else 0)
-    return [Term("program", size, "")]
+def largest_term(terms: Sequence[Term]) -> Term:
+    """Returns the largest term at the peak that a setting lowers."""
+    lowered = [term for term in terms_at_peak(terms) if term.advice]
+    return max(lowered, key=lambda term: term.size)
+
+
+def program_size(computation: Computation) -> int:
+    """Returns the bytes of a process on a CPU before it has a model."""
+    return PROGRAM + (RANKS_PROGRAM if computation.ranks > 1 else 0)
 
 
 # ---- weights and optimizer ----
@@ -239,11 +249,16 @@ def _weights(
 
 def _shard_or_shrink(computation: Computation) -> str:
     if computation.ranks > 1:
-        return 'distributed.strategy = "fsdp2", or a smaller model.path'
+        return 'distributed.strategy = "fsdp2" or a smaller model.path'
     return "a smaller model.path"
 
 
-def _optimizer(sizes: ModelSizes, settings: Settings, computation: Computation) -> list[Term]:
+def _optimizer(
+    sizes: ModelSizes,
+    settings: Settings,
+    computation: Computation,
+    micro_batch: LargestMicroBatch,
+) -> list[Term]:
     """Masters, gradient and moments."""
     s = computation.itemsize
     ranks = computation.ranks
@@ -256,14 +271,20 @@ def _optimizer(sizes: ModelSizes, settings: Settings, computation: Computation) 
     advice = "model.lora_r" if not sizes.adapters else "a smaller model.lora_r"
     offload_advice = advice
     if computation.on_gpu:
-        offload_advice = f"optimizer.offload_optimizer, or {advice}"
+        offload_advice = f"optimizer.offload_optimizer or {advice}"
         if settings.optimizer.offload_optimizer:
             moments = 0
     if settings.optimizer.log_gradient_cosine:
-        gradient += 4 * trained // ranks
+        moments += 4 * trained // ranks
+    # The gradient of a single micro-batch grows while its activations go. Among ranks it is a buffer
+    # that is there from the start, or is summed in copies.
+    grows = micro_batch.is_only and ranks == 1
+    # The part of the gradient's sum over the ranks; all of the gradient is still there.
+    exchanged = 4 * trained // ranks if ranks > 1 and not is_sharded else 0
     return [
         Term("master weights", masters, advice),
-        Term("gradient", gradient, advice, "learning"),
+        Term("gradient", gradient, advice, "update" if grows else "learning"),
+        Term("sum over ranks", exchanged, advice, "update"),
         Term("optimizer states", moments, offload_advice),
     ]
 
@@ -272,33 +293,37 @@ def _optimizer(sizes: ModelSizes, settings: Settings, computation: Computation) 
 
 
 def _learning(
-    sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
+    sizes: ModelSizes,
+    settings: Settings,
+    computation: Computation,
+    micro_batch: LargestMicroBatch,
 ) -> list[Term]:
     """Activations and logits of the largest micro-batch, and gathered layers."""
-    micro_batch = largest_micro_batch(settings, recipe, computation)
     is_checkpointed = settings.optimizer.gradient_checkpointing
     advice = "optimizer.micro_batch_tokens"
     if not is_checkpointed:
-        advice += ", optimizer.gradient_checkpointing"
+        advice += " or optimizer.gradient_checkpointing"
     terms = [
         Term(
             "activations",
             _activations(sizes, micro_batch, computation, is_checkpointed=is_checkpointed),
             advice,
-            "learning",
+            "backward",
         ),
         Term(
             "logits",
             _logits(sizes, micro_batch, computation),
             "optimizer.micro_batch_tokens",
-            "learning" if computation.on_gpu else "always",
+            "backward" if computation.on_gpu else "always",
         ),
     ]
     if _is_sharded(settings, computation):
-        terms.append(Term("gathered layers", _gathered(sizes, computation), "", "learning"))
-    if not computation.on_gpu:
-        used = sum(term.size for term in terms if term.phase == "learning")
-        terms.append(Term("freed blocks", int(FREED_SHARE * used), "", "learning"))
+        terms.append(Term("gathered layers", _gathered(sizes, computation), "", "backward"))
+        if computation.packed:
+            # Before they are packed, all weights of a sync are whole. On the first rank they are
+            # whole once more, to be written. Freed blocks stay with a process on a CPU.
+            whole = 2 * computation.itemsize * sizes.parameters
+            terms.append(Term("whole weights", whole, ""))
     return terms
 
 
@@ -407,7 +432,7 @@ def _sampling(sizes: ModelSizes, settings: Settings, computation: Computation) -
         share = chosen_share(split_server_args(settings.vllm.server_args)) or SHARED_MEMORY
         size = int(float(share) * computation.memory)
         phase: Phase = "sampling" if settings.vllm.sleep else "always"
-        advice = "vllm.server_args = ['--gpu-memory-utilization …'], or vllm.sleep"
+        advice = "vllm.server_args = ['--gpu-memory-utilization …'] or vllm.sleep"
         return [Term("vLLM's share", size, advice, phase)]
     if rollout.engine != "local":
         return []
@@ -455,14 +480,19 @@ def in_words(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
+def how_to_lower(term: Term) -> str:
+    """Says how large a term is, and what lowers it."""
+    return f"the largest part is {term.name}, {in_words(term.size)}: lowered by {term.advice}"
+
+
 def needs(terms: Sequence[Term], computation: Computation) -> str:
     """Says how much a rank needs, and all ranks together."""
     expected = peak(terms)
     text = f"at most {in_words(expected)}"
+    if computation.memory is not None:
+        text += f" of {in_words(computation.memory)}"
     if computation.ranks > 1:
         text += f" per rank, {in_words(expected * computation.ranks)} in all"
-    if computation.memory is not None:
-        text += f", of {in_words(computation.memory)}"
     return text
 
 
@@ -476,7 +506,7 @@ def memory_warning(terms: Sequence[Term], computation: Computation) -> list[str]
     largest = largest_term(terms)
     return [
         f"warning     the run does not fit: it needs {in_words(expected)}, and the {place} has "
-        f"{in_words(computation.memory)}{per_rank}. Lower {largest.name} with {largest.advice}"
+        f"{in_words(computation.memory)}{per_rank}; {how_to_lower(largest)}"
     ]
 
 
