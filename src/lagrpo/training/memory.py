@@ -276,8 +276,8 @@ def _optimizer(
             moments = 0
     if settings.optimizer.log_gradient_cosine:
         moments += 4 * trained // ranks
-    # The gradient of a single micro-batch grows while its activations go. Among ranks it is a buffer
-    # that is there from the start, or is summed in copies.
+    # The gradient of a single micro-batch grows while its activations go. Among ranks it is a
+    # buffer that is there from the start, or is summed in copies.
     grows = micro_batch.is_only and ranks == 1
     # The part of the gradient's sum over the ranks; all of the gradient is still there.
     exchanged = 4 * trained // ranks if ranks > 1 and not is_sharded else 0
