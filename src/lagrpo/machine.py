@@ -148,6 +148,21 @@ def memory_limit(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return min(limits)
 
 
+def process_peak() -> int | None:
+    """Returns the most bytes of memory that this process ever had; None if the system has no /proc.
+
+    These are resident pages, also of mapped files.
+    """
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return None
+    for line in status.read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return 1024 * int(value.split()[0])
+    return None
+
+
 def read_quota(groups: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Returns the CPUs that the container's control group allows; None without a limit.
 

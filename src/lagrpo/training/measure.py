@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from lagrpo.core.objective import Recipe
+from lagrpo.machine import process_peak
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
@@ -104,14 +105,7 @@ def peak_of(device: torch.device) -> int | None:
     """Returns the most bytes that PyTorch took on a GPU, or that this process took of the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return None
-    for line in status.read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmHWM":
-            return 1024 * int(value.split()[0])
-    return None
+    return process_peak()
 
 
 def describe_cost(cost: BatchCost, settings: Settings) -> list[str]:
