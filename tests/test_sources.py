@@ -110,7 +110,11 @@ def test_script_counts_only_if_code_is_in_it(folder, monkeypatch):
     assert find_files(script.Maze).keys() == BESIDE
 
 
-@pytest.mark.parametrize("code", [exact, len, None, "own_missing:reward", 1.0], ids=str)
+@pytest.mark.parametrize(
+    "code",
+    [exact, len, None, "own_missing:reward", 1.0],
+    ids=["reward of lagrpo", "builtin", "nothing", "missing module", "number"],
+)
 def test_code_that_is_not_a_users_has_no_file(code):
     assert find_files(code) == {}
 
