@@ -8,7 +8,7 @@ import torch
 from lagrpo.errors import SettingsError
 from lagrpo.model import backend
 from lagrpo.settings.schema import Settings
-from lagrpo.training.checks import check_settings, offline_prompts
+from lagrpo.training.checks import check_settings
 from lagrpo.types import JsonObject
 from lagrpo.verify.record import _count_fresh_prompts
 
@@ -237,7 +237,7 @@ def test_batch_with_a_fraction_of_offline_prompts_has_offline_and_fresh_prompts(
         offline={"data": "old.jsonl", "fraction": fraction},
         schedule={"prompts_per_batch": prompts},
     )
-    assert offline_prompts(sections) == count
+    assert sections.offline_prompts == count
     assert _count_fresh_prompts(sections) == prompts - count
 
 

@@ -25,11 +25,10 @@ from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import RowTask
 from lagrpo.training.build import BuiltRun, build_run
-from lagrpo.training.build_tasks import TaskSetup
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import train_loop
 from lagrpo.training.ranks import Ranks
-from lagrpo.training.sampling import Sampling
+from lagrpo.training.sampling import Sampling, TaskSetup
 from lagrpo.training.step import Clock, Phase, Step, ignore_activity
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, Prompt

@@ -18,7 +18,8 @@ from running import Section, tiny_settings
 from lagrpo import train
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
-from lagrpo.training.callbacks import TensorBoard, Trackers, check_installed
+from lagrpo.training.callbacks import TensorBoard, Trackers
+from lagrpo.training.checks import check_installed
 from lagrpo.types import JsonObject
 
 if TYPE_CHECKING:

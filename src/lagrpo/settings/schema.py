@@ -53,6 +53,19 @@ class Settings(Section):
         return max(MIN_REPLIES, self.rollout.max_completion_length)
 
     @property
+    def offline_prompts(self) -> int:
+        """Prompts of each batch that come from a file.
+
+        It is the fraction of the batch, rounded, but at least one. With a fraction below 1, at
+        least one prompt gets fresh completions, unless the batch has only one prompt.
+        """
+        if not self.offline.data:
+            return 0
+        num_prompts = self.schedule.prompts_per_batch
+        largest = num_prompts if self.offline.fraction == 1 else num_prompts - 1
+        return max(1, min(round(self.offline.fraction * num_prompts), largest))
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest sequence that the policy samples, evaluations included.
 

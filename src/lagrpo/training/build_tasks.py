@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -19,27 +18,17 @@ from lagrpo.model.model import Policy
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import RewardFunction, Rewards
-from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes
+from lagrpo.rollout.episodes import MAIN_TASK, build_episodes
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import Task, complete_task, drop_overlong, environment_of, load_task
 from lagrpo.tasks.data import prompt_keys
 from lagrpo.tasks.files import Row
-from lagrpo.training.checks import offline_prompts
 from lagrpo.training.ranks import Ranks
+from lagrpo.training.sampling import TaskSetup
 from lagrpo.types import Prompt
 
 logger = logging.getLogger("lagrpo")
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSetup:
-    """A task as a run uses it: with its prompts, reward workers and environments."""
-
-    task: Task
-    prompts: PromptSource
-    reward_pool: RewardPool
-    episodes: Episodes | None
 
 
 def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
@@ -135,7 +124,7 @@ def build_prompts(
     """
     sources: dict[str, PromptSource] = {}
     sampling = settings.rollout
-    sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
+    sampled_prompts = settings.schedule.prompts_per_batch - settings.offline_prompts
     for name, task in tasks.items():
         episodes = build_episodes(settings, task_settings_of(settings, name), task, policy.chat)
         if episodes is not None:

@@ -5,10 +5,10 @@ Built-in ones log to trackers, and warn of grave faults.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from lagrpo.diagnosis.diagnose import find_all, setting_words
 from lagrpo.diagnosis.finding import GRAVE
 from lagrpo.diagnosis.record import SHORTEST_WINDOW, RunRecord, shorten, window_of
 from lagrpo.diagnosis.table import DETECTORS
-from lagrpo.errors import SettingsError, one_line
+from lagrpo.errors import one_line
 from lagrpo.logs import is_debugging, redact, redact_values, visible
 from lagrpo.runs.reading import load_config
 from lagrpo.settings.load import flatten
@@ -81,18 +81,6 @@ class Callback:
 
     def on_end(self, status: Status, detail: str) -> None:
         """The run is over; this is the last call. `detail` is a sentence for people."""
-
-
-def check_installed(names: Iterable[str]) -> None:
-    """Raise SettingsError for a tracker whose package is missing. Nothing is imported."""
-    for name in names:
-        spec = importlib.util.find_spec(name)
-        if (
-            spec is None or spec.origin is None
-        ):  # without an origin: a directory of that name, such as W&B makes
-            raise SettingsError(
-                f"run.report_to names {name}, which is not installed: pip install 'lagrpo[{name}]'"
-            )
 
 
 class Trackers(Callback):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.settings.stop_rule import StopRule
 from lagrpo.tasks import Task, check_options
-from lagrpo.training.callbacks import check_installed
 from lagrpo.training.changes import find_changes, find_run
 from lagrpo.training.torchrun import local_size, world_size
 
@@ -266,15 +266,12 @@ def chat_template(model: ModelSettings) -> str | None:
     return path.read_text(encoding="utf-8")
 
 
-def offline_prompts(settings: Settings) -> int:
-    """Returns the number of prompts of each batch that come from a file.
-
-    It is the fraction of the batch, rounded, but at least one. With a fraction below 1, at least
-    one prompt gets fresh completions, unless the batch has only one prompt.
-    """
-    offline = settings.offline
-    if not offline.data:
-        return 0
-    num_prompts = settings.schedule.prompts_per_batch
-    largest = num_prompts if offline.fraction == 1 else num_prompts - 1
-    return max(1, min(round(offline.fraction * num_prompts), largest))
+def check_installed(trackers: Iterable[str]) -> None:
+    """Raises SettingsError for a tracker whose package is missing. Nothing is imported."""
+    for name in trackers:
+        spec = importlib.util.find_spec(name)
+        # Without an origin it is a directory of that name, such as W&B makes.
+        if spec is None or spec.origin is None:
+            raise SettingsError(
+                f"run.report_to names {name}, which is not installed: pip install 'lagrpo[{name}]'"
+            )

@@ -7,7 +7,7 @@ import math
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task, drops_overlong, find_fitting, load_task
-from lagrpo.training.checks import check_model, offline_prompts
+from lagrpo.training.checks import check_model
 
 ROUNDING_TOLERANCE = 1e-12
 """Relative error that the length of a run in batches may have in floating point."""
@@ -23,7 +23,7 @@ def with_batches(settings: Settings, task: Task | None = None) -> Settings:
     epochs = settings.schedule.epochs
     if epochs is None:
         return settings
-    prompts_per_batch = settings.schedule.prompts_per_batch - offline_prompts(settings)
+    prompts_per_batch = settings.schedule.prompts_per_batch - settings.offline_prompts
     if prompts_per_batch < 1:
         raise SettingsError(
             "schedule.epochs counts the task's prompts, but all prompts come from offline.data: "

@@ -54,10 +54,10 @@ from lagrpo.training.build_engines import (
     wait_for_shared_gpu,
 )
 from lagrpo.training.build_policy import build_policy
-from lagrpo.training.build_tasks import TaskSetup, load_tasks, set_up_tasks
+from lagrpo.training.build_tasks import load_tasks, set_up_tasks
 from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
-from lagrpo.training.sampling import share
+from lagrpo.training.sampling import TaskSetup, share
 from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
 
 logger = logging.getLogger("lagrpo")

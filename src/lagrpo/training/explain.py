@@ -32,7 +32,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build_policy import loading, lora_of
-from lagrpo.training.checks import offline_prompts, server_shares_gpu
+from lagrpo.training.checks import server_shares_gpu
 from lagrpo.training.memory import (
     Computation,
     ModelSizes,
@@ -112,7 +112,7 @@ def _batch(settings: Settings) -> str:
     prompts = settings.schedule.prompts_per_batch
     completions = settings.rollout.num_generations
     updates = count_of(settings.schedule.num_iterations, "update")
-    from_files = offline_prompts(settings)
+    from_files = settings.offline_prompts
     # A file may have fewer completions of a prompt.
     at_most = "at most " if from_files > 0 else ""
     text = (
@@ -132,7 +132,7 @@ def _length(settings: Settings) -> str:
     batches = count_of(schedule.batches, "batch", "es")
     updates = count_of(schedule.batches * schedule.num_iterations, "update")
     tokens = samples * settings.rollout.max_completion_length
-    at_most = "at most " if offline_prompts(settings) > 0 else ""
+    at_most = "at most " if settings.offline_prompts > 0 else ""
     return (
         f"{batches} = {updates}, {at_most}{schedule.batches * samples:,} samples, "
         f"at most {tokens:,} tokens per batch"
@@ -226,7 +226,7 @@ def _weight_syncs(settings: Settings) -> str:
 
 def _is_offline(settings: Settings) -> bool:
     """True if all samples come from files, so that the schedule says nothing of staleness."""
-    return offline_prompts(settings) == settings.schedule.prompts_per_batch
+    return settings.offline_prompts == settings.schedule.prompts_per_batch
 
 
 def staleness_of_batches(settings: Settings) -> list[int]:

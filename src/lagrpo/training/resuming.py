@@ -23,13 +23,12 @@ from lagrpo.settings.run_code import TRUST_OPTION, find_code
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import typed_command
 from lagrpo.training.arguments import resume_call
-from lagrpo.training.build_tasks import TaskSetup
 from lagrpo.training.changes import find_changes
 from lagrpo.training.checkpoint_files import Checkpoint, find_checkpoint
 from lagrpo.training.evaluation import Evaluations
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.recording import Recorder
-from lagrpo.training.sampling import Sampling
+from lagrpo.training.sampling import Sampling, TaskSetup
 from lagrpo.training.sources import collect_sources, find_changed_sources
 from lagrpo.training.torchrun import local_size
 from lagrpo.training.trainer import Trainer

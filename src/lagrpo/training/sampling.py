@@ -9,24 +9,37 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from torch import Tensor
 
 from lagrpo.data.offline import OfflineData
+from lagrpo.data.prompts import PromptSource
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy, count_differing, sample_weights
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams, WeightCheck
+from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.prefetch import Prefetcher, in_order
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
 from lagrpo.settings.schema import Settings
+from lagrpo.tasks import Task
 from lagrpo.training.batch import has_zero_variance
-from lagrpo.training.build_tasks import TaskSetup
-from lagrpo.training.checks import offline_prompts
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.step import Clock, Phase
 from lagrpo.types import Group, SyncReason
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSetup:
+    """A task as a run uses it: with its prompts, reward workers and environments."""
+
+    task: Task
+    prompts: PromptSource
+    reward_pool: RewardPool
+    episodes: Episodes | None
 
 
 class Sampling:
@@ -53,7 +66,7 @@ class Sampling:
         self.prompts = main.prompts
         self.reward_pool = main.reward_pool
         self.offline = offline
-        self.offline_prompts = offline_prompts(settings)
+        self.offline_prompts = settings.offline_prompts
         self.params = params
         self.ranks = ranks
         self.batches = settings.schedule.batches

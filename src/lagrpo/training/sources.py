@@ -24,7 +24,7 @@ from lagrpo.tasks.gym import Gym
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
     from lagrpo.model.chat import Chat
-    from lagrpo.training.build_tasks import TaskSetup
+    from lagrpo.training.sampling import TaskSetup
 
 
 def collect_sources(
