@@ -60,14 +60,14 @@ def cases() -> Iterator[Case]:
             warps,
             vocabulary,
         )
-    yield Case(
-        "token_logp_backward",
-        softmax._token_logp_backward_kernel,
-        [BF16, I64, F32, F32, INT, FLOAT],
-        {"BLOCK": block},
-        warps,
-        vocabulary,
-    )
+        yield Case(
+            f"token_logp_backward, entropy {with_entropy}",
+            softmax._token_logp_backward_kernel,
+            [BF16, I64, F32, F32, F32, F32, INT, FLOAT],
+            {"ENTROPY": with_entropy, "BLOCK": block},
+            warps,
+            vocabulary,
+        )
     # 38 blocks of Qwen's vocabulary.
     blocks = {"BLOCK": block, "BLOCKS": 64}
     yield Case(

@@ -215,6 +215,41 @@ def test_entropy_on_request(choice, tau):
     torch.testing.assert_close(two_entropies, torch.tensor([0.6931472, 0.0]))  # log 2
 
 
+@pytest.mark.parametrize("vocabulary", [2, 256, 1001], ids="{} tokens".format)
+@TEMPERATURES
+@DTYPES
+def test_gradient_of_logits_has_the_gradient_of_the_entropy(vocabulary, tau, dtype):
+    logits = (random(9, vocabulary, dtype=dtype) * 4).requires_grad_()
+    ids = torch.arange(9) % vocabulary
+    exact = (logits.double() / tau).log_softmax(-1)
+    exact_entropy = -(exact.exp() * exact).sum(-1)
+    of_logp, of_entropy = torch.linspace(-1, 1, 9), torch.linspace(2, -1, 9)
+    logp = exact.gather(1, ids[:, None]).squeeze(1)
+    (of_logp * logp + of_entropy * exact_entropy).sum().backward()
+    assert logits.grad is not None
+    entropy = torch.empty(9)
+    _, lse = kernels.token_logp(logits.detach(), ids, tau, entropy)
+    ours = kernels.token_logp_backward(
+        logits.detach().clone(), ids, tau, lse, of_logp, entropy, of_entropy
+    )
+    assert_close(ours, logits.grad.double(), 4)
+
+
+def test_gradient_of_the_entropy_is_zero_at_impossible_tokens():
+    logits = torch.full((2, 40), -torch.inf)
+    logits[0, [3, 30]] = torch.tensor([1.0, 2.0])
+    logits[1, 7] = 2.0
+    ids = torch.tensor([3, 8])
+    entropy = torch.empty(2)
+    _, lse = kernels.token_logp(logits, ids, 1.0, entropy)
+    no_grad, grad = torch.zeros(2), torch.ones(2)
+    ours = kernels.token_logp_backward(logits.clone(), ids, 1.0, lse, no_grad, entropy, grad)
+    # Two tokens, p = 1 / (1 + e): the derivative of their entropy is p (1 - p) log((1 - p) / p).
+    expected = torch.zeros(2, 40)
+    expected[0, [3, 30]] = torch.tensor([0.1966119, -0.1966119])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
 @DTYPES
 def test_a_token_s_log_prob_is_the_same_whether_it_is_sampled_or_scored(dtype):
     logits = random(40, 1001, dtype=dtype) * 5

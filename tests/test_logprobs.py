@@ -17,14 +17,25 @@ ROWS = 41
 TAU = 0.7
 
 
-def gradients(dtype, sizes: Chunks | None, bias=False):
-    """Log-probs, and the gradients of a weighted sum of them: of the hidden states, the weight and
-    the bias."""
+OF_LOGP = torch.linspace(-1, 1, ROWS)
+OF_ENTROPY = torch.linspace(2, -1, ROWS)
+"""The weights of log-probs and entropies in a loss."""
+
+
+def head_and_hidden(dtype=torch.float32, bias=False):
+    """A head, hidden states and tokens."""
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype)
     hidden = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
     # Tokens in another order than the rows, so that an index of the wrong kind shows.
     ids = torch.arange(ROWS) * 7 % VOCABULARY
+    return head, hidden, ids
+
+
+def gradients(dtype, sizes: Chunks | None, bias=False):
+    """Log-probs, and the gradients of a weighted sum of them: of the hidden states, the weight and
+    the bias."""
+    head, hidden, ids = head_and_hidden(dtype, bias)
     if sizes is None:
         logits = hidden.double() @ head.weight.double().T
         if bias:
@@ -32,7 +43,7 @@ def gradients(dtype, sizes: Chunks | None, bias=False):
         logp = (logits / TAU).log_softmax(-1)[torch.arange(ROWS), ids]
     else:
         logp = token_logp(hidden, head, ids, TAU, sizes=sizes)
-    (logp * torch.linspace(-1, 1, ROWS)).sum().backward()
+    (logp * OF_LOGP).sum().backward()
     return [logp.detach(), hidden.grad, *(p.grad for p in head.parameters())]
 
 
@@ -58,6 +69,67 @@ def test_chunks_of_any_size_give_the_gradient_of_float64(
         # The gradient of the weight adds ROWS terms; 16 roundings for each.
         bound = rounding(torch.float32, exact.abs().max().item(), 16 * ROWS)
         torch.testing.assert_close(ours.double(), exact.double(), rtol=0, atol=bound)
+
+
+def weighted_entropies(hidden, weight, ids):
+    """A sum of entropies and log-probs with weights of both signs, in float64."""
+    logp = (hidden @ weight.T / TAU).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    of_token = logp[torch.arange(ROWS), ids]
+    return (OF_ENTROPY * entropy + OF_LOGP * of_token).sum()
+
+
+@pytest.mark.parametrize("kept_rows", [0, 5, ROWS], ids="{} kept".format)
+@pytest.mark.parametrize("product", [1, 10, 100], ids="{} rows at a time".format)
+def test_entropy_has_the_gradient_of_float64(monkeypatch, product, kept_rows):
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept_rows * VOCABULARY)
+    sizes = Chunks(3 * VOCABULARY, product * VOCABULARY, sums_in_product=True)
+    head, hidden, ids = head_and_hidden()
+    entropy = torch.empty(ROWS)
+    logp = token_logp(hidden, head, ids, TAU, entropy, sizes=sizes)
+    (OF_ENTROPY * entropy + OF_LOGP * logp).sum().backward()
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = head.weight.detach().double().requires_grad_()
+    weighted_entropies(exact_hidden, exact_weight, ids).backward()
+    for ours, exact in ((hidden, exact_hidden), (head.weight, exact_weight)):
+        assert ours.grad is not None
+        assert exact.grad is not None
+        bound = rounding(torch.float32, exact.grad.abs().max().item(), 16 * ROWS)
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=0, atol=bound)
+
+
+def test_gradient_of_the_entropy_is_its_finite_difference():
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def entropy_of(logits):
+        p = (logits / TAU).softmax(-1)
+        return torch.special.entr(p).sum(-1)
+
+    def gradient():
+        """By the formula of logp_backward, in float64 but for its own roundings."""
+        lse = (logits / TAU).logsumexp(-1).float()
+        zeros, ones = torch.zeros(3), torch.ones(3)
+        entropy = entropy_of(logits).float()
+        ids = torch.zeros(3, dtype=torch.long)
+        return logprobs.logp_backward(
+            logits.clone(), ids, TAU, lse, zeros, entropy, ones, chunk=100
+        )
+
+    step = 1e-6
+    for index in range(5):
+        nudge = torch.zeros(5, dtype=torch.float64)
+        nudge[index] = step
+        difference = (entropy_of(logits + nudge) - entropy_of(logits - nudge)) / (2 * step)
+        torch.testing.assert_close(gradient()[:, index], difference, rtol=0, atol=1e-6)
+
+
+def test_loss_without_the_entropy_has_the_same_gradient_whether_it_is_computed_or_not():
+    head, hidden, ids = head_and_hidden()
+    gradients_of_hidden = []
+    for entropy in (None, torch.empty(ROWS)):
+        logp = token_logp(hidden, head, ids, TAU, entropy)
+        gradients_of_hidden += torch.autograd.grad((OF_LOGP * logp).sum(), hidden)
+    assert torch.equal(*gradients_of_hidden)
 
 
 def test_product_is_added_without_rounding_it_to_bfloat16():

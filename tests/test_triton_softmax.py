@@ -126,9 +126,42 @@ def test_gradient_of_logits_is_onehot_minus_softmax(rows, vocabulary, tau, dtype
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [pytest.param(F32, 2e-5, id="float32"), pytest.param(BF16, 2**-8, id="bfloat16")],
+)
+@pytest.mark.parametrize(("rows", "vocabulary", "tau"), [SIZES[0], SIZES[2], SIZES[3], SIZES[5]])
+def test_gradient_of_logits_has_the_gradient_of_the_entropy(
+    rows, vocabulary, tau, dtype, tolerance
+):
+    logits = normal(rows, vocabulary, scale=4, dtype=dtype)
+    logits[:, vocabulary // 2] = -math.inf
+    tokens, grad, grad_entropy = token_ids(rows, vocabulary), normal(rows, seed=5), normal(rows)
+    entropy = torch.empty(rows, device=DEVICE)
+    log_sum_exp = in_triton.token_logp(logits, tokens, tau, entropy)[1]
+    by_c = in_c.token_logp_backward(
+        *(tensor.clone().cpu() for tensor in (logits, tokens)),
+        tau,
+        *(tensor.cpu() for tensor in (log_sum_exp, grad, entropy, grad_entropy)),
+    )
+    logp = exact_log_softmax(logits, tau)
+    p = logp.exp()
+    slope = torch.where(p == 0, 0.0, p * (logp + torch.special.entr(p).sum(-1, keepdim=True)))
+    expected = (F.one_hot(tokens, vocabulary).double() - p) * (grad.double() / tau)[:, None]
+    expected -= slope * (grad_entropy.double() / tau)[:, None]
+    result = in_triton.token_logp_backward(
+        logits, tokens, tau, log_sum_exp, grad, entropy, grad_entropy
+    )
+    # The terms may cancel: the tolerance is relative to the largest number.
+    largest = float(expected.abs().max()) if rows else 0.0
+    close: dict[str, Any] = {"rtol": tolerance, "atol": 1e-7 + tolerance * largest}
+    torch.testing.assert_close(result.double(), expected, **close)
+    torch.testing.assert_close(result.cpu(), by_c, **close)
+
+
 @pytest.mark.parametrize("num_kept", [0, 5], ids=["none kept", "5 rows kept"])
 def test_head_and_softmax_have_the_gradient_of_pytorch(monkeypatch, num_kept):
-    """41 rows in chunks of 10."""
+    """41 rows in chunks of 10, with the entropy in the loss."""
     rows, width, vocabulary, tau = 41, 32, 103, 0.7
     monkeypatch.setattr(logprobs, "KEPT_LOGITS", num_kept * vocabulary)
     sizes = Chunks(softmax=10 * vocabulary, product=10 * vocabulary, sums_in_product=True)
@@ -138,8 +171,9 @@ def test_head_and_softmax_have_the_gradient_of_pytorch(monkeypatch, num_kept):
     choices: list[SoftmaxKernels | None] = [in_triton, None]
     results = []
     for softmax in choices:
-        logp = token_logp(hidden, head, tokens, tau, softmax=softmax, sizes=sizes)
-        loss = (logp * torch.linspace(-1, 1, rows, device=DEVICE)).sum()
+        entropy = torch.empty(rows, device=DEVICE)
+        logp = token_logp(hidden, head, tokens, tau, entropy, softmax, sizes=sizes)
+        loss = (logp * torch.linspace(-1, 1, rows, device=DEVICE) + entropy / rows).sum()
         gradients = torch.autograd.grad(loss, (hidden, head.weight, head.bias))
         results.append([logp.detach(), *gradients])
     for ours, by_pytorch in zip(*results, strict=True):

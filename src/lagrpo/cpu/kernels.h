@@ -70,10 +70,11 @@ typedef struct {
     int half;
 } Logits;
 
-/* tokens [rows]; lse, logp, grad [rows]; entropy [rows] or NULL; uniform [rows]; ends [rows, blocks of the
- * vocabulary]. */
+/* tokens [rows]; lse, logp, grad [rows]; entropy, grad_entropy [rows] or NULL; uniform [rows]; ends [rows, blocks of
+ * the vocabulary]. */
 void token_logp(const Logits *a, const i64 *tokens, float *lse, float *logp, float *entropy);
-void token_logp_backward(const Logits *a, const i64 *tokens, const float *lse, const float *grad);
+void token_logp_backward(const Logits *a, const i64 *tokens, const float *lse, const float *grad, const float *entropy,
+                         const float *grad_entropy);
 void sample_tokens(const Logits *a, const double *uniform, double *ends, i64 *tokens, float *logp);
 
 /* ---- attention.c ---- */

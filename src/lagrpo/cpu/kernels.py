@@ -518,13 +518,29 @@ def token_logp(
 
 
 def token_logp_backward(
-    logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor
+    logits: Tensor,
+    token_ids: Tensor,
+    tau: float,
+    lse: Tensor,
+    grad: Tensor,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
 ) -> Tensor:
     """Overwrites `logits` [n, V] by their gradient grad / tau (onehot - softmax). Returns them.
 
     `lse` is the log-sum-exp of each row, `grad` the gradient of its log-prob: float32 [n] each.
+    `entropy` and `grad_entropy`, its gradient, come together: they add -grad_entropy / tau
+    softmax (log softmax + entropy).
     """
-    call("token_logp_backward", _logits(logits, tau), token_ids, lse, grad)
+    call(
+        "token_logp_backward",
+        _logits(logits, tau),
+        token_ids,
+        lse,
+        grad,
+        entropy if grad_entropy is not None else None,
+        grad_entropy,
+    )
     return logits
 
 

@@ -84,12 +84,33 @@ INLINE void token_logp_backward_row(Row r, i64 token, float lse, float g, int ha
     store_some(r.x, r.first + token, r.first + token + 1, chosen, half);
 }
 
-/* x <- grad / tau (onehot(token) - exp(x / tau - lse)), in place. */
-EXPORT void token_logp_backward(const Logits *a, const i64 *tokens, const float *lse, const float *grad) {
+/* The same, with e times the derivative of the row's entropy H, which is -p (log p + H); where p = 0 it is 0. */
+INLINE void with_entropy_backward_row(Row r, i64 token, float lse, float g, float entropy, float e, int half) {
+    float log_chosen = one(r, r.first + token, half) - lse, p_chosen = expf(log_chosen);
+    float slope = p_chosen == 0 ? 0 : p_chosen * (log_chosen + entropy);
+    vec chosen = all(g * (1.f - p_chosen) - e * slope);
+    for (i64 i = r.first; i < r.stop; i += W) {
+        vec log_p = load_some(r.x, i, r.stop, 0, half) * all(r.over_tau) - all(lse), p = exponential(log_p);
+        vec grad = p * (all(-g) - all(e) * (log_p + all(entropy)));
+        store_some(r.x, i, r.stop, choose(p == 0, all(0), grad), half);
+    }
+    store_some(r.x, r.first + token, r.first + token + 1, chosen, half);
+}
+
+/* x <- (grad (onehot(token) - p) - grad_entropy p (log p + entropy)) / tau in place, with log p = x / tau - lse. */
+EXPORT void token_logp_backward(const Logits *a, const i64 *tokens, const float *lse, const float *grad,
+                                const float *entropy, const float *grad_entropy) {
 #pragma omp parallel for schedule(static)
-    for (i64 row = 0; row < a->rows; row++)
-        FOR_DTYPE(a->half,
-                  token_logp_backward_row(row_of(a, row), tokens[row], lse[row], grad[row] * a->over_tau, HALF));
+    for (i64 row = 0; row < a->rows; row++) {
+        float g = grad[row] * a->over_tau;
+        if (grad_entropy) {
+            float e = grad_entropy[row] * a->over_tau;
+            FOR_DTYPE(a->half,
+                      with_entropy_backward_row(row_of(a, row), tokens[row], lse[row], g, entropy[row], e, HALF));
+        } else {
+            FOR_DTYPE(a->half, token_logp_backward_row(row_of(a, row), tokens[row], lse[row], g, HALF));
+        }
+    }
 }
 
 /* ---- drawing tokens ---- */

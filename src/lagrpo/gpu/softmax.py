@@ -155,13 +155,17 @@ def _token_logp_backward_kernel(
     tokens_ptr,  # int64 [rows]
     log_sum_exp_ptr,  # float32 [rows]
     grad_ptr,  # float32 [rows]: the gradient of the log-probs
+    entropy_ptr,  # float32 [rows], read if ENTROPY
+    grad_entropy_ptr,  # float32 [rows], read if ENTROPY: the gradient of the entropies
     vocabulary,
     inverse_tau,
+    ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Computes one block of one row per program.
 
-    The gradient of logit v is grad / tau · (1{v = token} - p_v).
+    The gradient of logit v is grad / tau · (1{v = token} - p_v). With ENTROPY it also has
+    -grad_entropy / tau · p_v (log p_v + entropy).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
@@ -169,24 +173,47 @@ def _token_logp_backward_kernel(
     block_ptr = logits_ptr + row * vocabulary + column
     grad = tl.load(grad_ptr + row) * inverse_tau
     x = tl.load(block_ptr, mask=inside, other=0.0).to(tl.float32) * inverse_tau
-    p = exp(x - tl.load(log_sum_exp_ptr + row))
+    log_p = x - tl.load(log_sum_exp_ptr + row)
+    p = exp(log_p)
     is_token = column == tl.load(tokens_ptr + row)
-    tl.store(block_ptr, tl.where(is_token, grad * (1.0 - p), -grad * p), mask=inside)
+    grad_logits = tl.where(is_token, grad * (1.0 - p), -grad * p)
+    if ENTROPY:
+        grad_entropy = tl.load(grad_entropy_ptr + row) * inverse_tau
+        slope = p * (log_p + tl.load(entropy_ptr + row))
+        # An impossible token has p = 0 and log p = -inf, whose product would be NaN.
+        grad_logits -= grad_entropy * tl.where(p == 0, 0.0, slope)
+    tl.store(block_ptr, grad_logits, mask=inside)
 
 
 def token_logp_backward(
-    logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor
+    logits: Tensor,
+    token_ids: Tensor,
+    tau: float,
+    lse: Tensor,
+    grad: Tensor,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
 ) -> Tensor:
     """Overwrites the logits [rows, V] by their gradient grad / tau · (onehot - softmax).
 
     `lse` is the log-sum-exp of each row, `grad` the gradient of its log-prob: float32 [rows] each.
-    Returns the logits.
+    `entropy` and `grad_entropy`, its gradient, come together: they add -grad_entropy / tau ·
+    softmax · (log softmax + entropy). Returns the logits.
     """
     rows, vocabulary = logits.shape
     if rows > 0:
         grid = (rows, triton.cdiv(vocabulary, BLOCK))
         _token_logp_backward_kernel[grid](
-            logits, token_ids, lse, grad, vocabulary, 1.0 / tau, **LAUNCH
+            logits,
+            token_ids,
+            lse,
+            grad,
+            entropy,
+            grad_entropy,
+            vocabulary,
+            1.0 / tau,
+            ENTROPY=grad_entropy is not None,
+            **LAUNCH,
         )
     return logits
 

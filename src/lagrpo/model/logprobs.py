@@ -67,7 +67,14 @@ class SoftmaxKernels(Protocol):
         ...
 
     def token_logp_backward(
-        self, logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        tau: float,
+        lse: Tensor,
+        grad: Tensor,
+        entropy: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
     ) -> Tensor:
         """Overwrites the logits [rows, V] by their gradient, and returns them."""
         ...
@@ -90,9 +97,9 @@ def token_logp(
     """Returns log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats.
 
     It is differentiable in hidden and the head's parameters. `entropy_T`, float32 [T], is filled
-    with the entropy of each softmax, nats, without a gradient. `softmax` and `product` compute the
-    softmax and the logits instead of PyTorch's operations. `sizes` replaces the device's chunks.
-    Raises ValueError for a token outside the vocabulary.
+    with the entropy of each softmax, nats, and is then differentiable too. `softmax` and `product`
+    compute the softmax and the logits instead of PyTorch's operations. `sizes` replaces the
+    device's chunks. Raises ValueError for a token outside the vocabulary.
     """
     vocabulary = head.weight.shape[0]
     # The kernels do not check the bounds.
@@ -107,9 +114,12 @@ def token_logp(
         num_kept = min(len(token_ids_T), KEPT_LOGITS // vocabulary)
     if sizes is None:
         sizes = ON_GPU if hidden_TH.is_cuda else ON_CPU
-    options = _Options(tau, entropy_T, softmax, product, num_kept, sizes)
-    logp = _TokenLogp.apply(hidden_TH, head.weight, head.bias, token_ids_T, options)
-    return logp  # type: ignore[return-value]
+    options = _Options(tau, softmax, product, num_kept, sizes)
+    # The second result is `entropy_T` itself.
+    logp, _ = _TokenLogp.apply(  # type: ignore[misc]
+        hidden_TH, head.weight, head.bias, token_ids_T, entropy_T, options
+    )
+    return logp
 
 
 # ---- the softmax by PyTorch's operations, as the kernels offer it ----
@@ -160,22 +170,38 @@ def _entropy(x: Tensor, log_sum_exp: Tensor) -> Tensor:
 
 
 def logp_backward(
-    logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor, chunk: int
+    logits: Tensor,
+    token_ids: Tensor,
+    tau: float,
+    lse: Tensor,
+    grad: Tensor,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    *,
+    chunk: int,
 ) -> Tensor:
     """Computes what SoftmaxKernels.token_logp_backward does.
 
     It has at most `chunk` float32 logits at a time.
 
     Puts the gradient of the logits in their place: g / tau · (onehot - softmax) for a row with
-    gradient g. `lse` is the log-sum-exp of each row.
+    gradient g. `lse` is the log-sum-exp of each row. A row whose entropy H has the gradient e also
+    gets -e / tau · softmax · (log softmax + H).
     """
     vocabulary = logits.shape[1]
     # Where each row begins in the flat logits.
     row_starts = torch.arange(len(logits), device=logits.device) * vocabulary
     for rows in chunks(0, len(logits), vocabulary, chunk):
         g = (grad[rows] / tau).unsqueeze(1)  # [rows, 1]
-        p = (scaled(logits[rows], tau) - lse[rows].unsqueeze(1)).exp_()  # [rows, V]
-        grad_logits = p.mul_(-g)
+        log_p = scaled(logits[rows], tau) - lse[rows].unsqueeze(1)  # [rows, V]
+        if entropy is not None and grad_entropy is not None:
+            e = (grad_entropy[rows] / tau).unsqueeze(1)  # [rows, 1]
+            p = log_p.exp()
+            # An impossible token has p = 0 and log p = -inf, whose product would be NaN.
+            slope = log_p.add_(entropy[rows].unsqueeze(1)).mul_(p).masked_fill_(p == 0, 0.0)
+            grad_logits = p.mul_(-g).sub_(slope.mul_(e))
+        else:
+            grad_logits = log_p.exp_().mul_(-g)
         grad_of_token = grad_logits.gather(1, token_ids[rows].unsqueeze(1)) + g  # [rows, 1]
         logits[rows] = grad_logits
         # A scatter would add g to its token. On a GPU it sorts if sums must be in a fixed order,
@@ -232,7 +258,6 @@ class _Options:
     """
 
     tau: float
-    entropy_T: Tensor | None
     softmax: SoftmaxKernels | None
     product: Product | None
     num_kept: int
@@ -253,8 +278,9 @@ class _TokenLogp(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         token_ids: Tensor,
+        entropy: Tensor | None,
         options: _Options,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         num_kept = options.num_kept
         forward_of_softmax, ctx.backward_of_softmax = _softmax(options.softmax, options.sizes)
         vocabulary = weight.shape[0]
@@ -266,22 +292,30 @@ class _TokenLogp(torch.autograd.Function):
         for rows in _kept_and_chunks(num_kept, len(token_ids), vocabulary, options.sizes.product):
             out = ctx.kept_logits if rows.stop <= num_kept else None
             logits = _logits(hidden[rows], weight, bias, options.product, out)  # [rows, V]
-            entropy = None if options.entropy_T is None else options.entropy_T[rows]
             logp[rows], log_sum_exp[rows] = forward_of_softmax(
-                logits, token_ids[rows], options.tau, entropy
+                logits, token_ids[rows], options.tau, _rows_of(entropy, rows)
             )
             # Free memory before there is another chunk.
             del logits
-        ctx.save_for_backward(hidden, weight, bias, token_ids, log_sum_exp)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_sum_exp, entropy)
+        if entropy is not None:
+            # The caller's tensor gets the gradient that is defined below.
+            ctx.mark_dirty(entropy)
+        # A loss without the entropy gives it no gradient: None instead of zeros.
+        ctx.set_materialize_grads(False)
         ctx.product = options.product
         ctx.tau = options.tau
         ctx.sizes = options.sizes
-        return logp
+        return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor):  # type: ignore[override]
-        hidden, weight, bias, token_ids, log_sum_exp = ctx.saved_tensors
+    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None):  # type: ignore[override]
+        hidden, weight, bias, token_ids, log_sum_exp, entropy = ctx.saved_tensors
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(log_sum_exp)
         grad_logp = grad_logp.contiguous()  # [T]
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy.contiguous()  # [T]
         grad_hidden = torch.empty_like(hidden)  # [T, H]
         grad_bias = None
         if bias is not None:
@@ -306,7 +340,13 @@ class _TokenLogp(torch.autograd.Function):
                 logits = _logits(hidden[rows], weight, bias, ctx.product)  # [rows, V]
             # The gradient of the logits, in their place.
             grad_logits = ctx.backward_of_softmax(
-                logits, token_ids[rows], ctx.tau, log_sum_exp[rows], grad_logp[rows]
+                logits,
+                token_ids[rows],
+                ctx.tau,
+                log_sum_exp[rows],
+                grad_logp[rows],
+                _rows_of(entropy, rows),
+                _rows_of(grad_entropy, rows),
             )
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if weight_gradient is not None:
@@ -321,8 +361,12 @@ class _TokenLogp(torch.autograd.Function):
         if bias is not None and grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         grad_weight = None if weight_gradient is None else weight_gradient.result()
-        # The token ids and the options have no gradient.
-        return grad_hidden, grad_weight, grad_bias, None, None
+        # The token ids, the room for the entropy and the options have no gradient.
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _rows_of(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]
 
 
 class _WeightGradient:
@@ -365,8 +409,11 @@ class _WeightGradient:
 # Logits [rows, V], tokens int64 [rows], tau, room for entropies [rows] or None -> log-probs and
 # log-sum-exps, float32 [rows] each.
 SoftmaxForward = Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
-# Logits [rows, V], tokens, tau, log-sum-exps, gradients of log-probs [rows] -> gradient of logits.
-SoftmaxBackward = Callable[[Tensor, Tensor, float, Tensor, Tensor], Tensor]
+# Logits [rows, V], tokens, tau, log-sum-exps, gradients of log-probs [rows], entropies and their
+# gradients [rows] or None -> gradient of logits.
+SoftmaxBackward = Callable[
+    [Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor | None], Tensor
+]
 
 
 def _softmax(
