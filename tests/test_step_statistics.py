@@ -48,6 +48,7 @@ WITH_STATISTICS = [
         {"filters": ["m2po", "top_entropy"], "tau": 0.02, "share": 0.6},
         id="two statistics",
     ),
+    pytest.param("grpo_trl", {"filters": ["clip_cov"], "share": 0.2}, id="clip_cov"),
     pytest.param("grpo", {"advantage": "batch_whitened", "beta": 0.0}, id="batch_whitened"),
 ]
 

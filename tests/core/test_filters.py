@@ -13,7 +13,7 @@ from lagrpo.core.filters import finished_only, opsm, seq_max_k3, top_entropy
 from lagrpo.core.inputs import concatenate, without_gradient
 from lagrpo.core.recipes import resolve
 
-FILTERS = ["opsm", "seq_max_k3", "finished_only", "top_entropy", "m2po"]
+FILTERS = ["opsm", "seq_max_k3", "finished_only", "top_entropy", "clip_cov", "m2po"]
 
 
 # OPSM (arXiv 2512.02556)
@@ -132,6 +132,47 @@ def test_m2po_keeps_tokens_that_are_not_outward_whatever_tau(tau, expected):
     assert recipe.kept(x).tolist() == expected
 
 
+# Clip-Cov (arXiv 2505.22617)
+
+# Five tokens of two completions: the mean of log pi is -1.2, that of A .4.
+LOGP = (-0.2, -1.2, -2.2, -0.7, -1.7)
+CLIP_COV_A = (1.0, -0.5)
+COVARIANCES = (0.6, 0.0, -0.6, -0.45, 0.45)
+"""(1.0, 0, -1.0) · .6 and (.5, -.5) · -.9."""
+
+
+def of_two_completions(A: tuple[float, float] = CLIP_COV_A):
+    logp_T = tensor(LOGP, dtype=torch.float64)
+    return inputs(logp_T, logp_T, A=[*A], completion=[0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.0, [1, 1, 1, 1, 1]),
+        (2e-4, [0, 1, 1, 1, 1]),  # at least one
+        (0.39, [0, 1, 1, 1, 1]),  # 1.95 of 5 tokens
+        (0.41, [0, 1, 1, 1, 0]),
+        (0.61, [0, 1, 1, 1, 0]),  # the third has no covariance above 0
+        (1.0, [0, 1, 1, 1, 0]),
+    ],
+)
+def test_clip_cov_drops_the_share_with_the_highest_covariance(share, expected):
+    recipe = resolve("dr_grpo", {"filters": ["clip_cov"], "share": share})
+    x = with_statistics(recipe, of_two_completions())
+    mean_logp, mean_advantage = x.step["clip_cov"][:2].tolist()
+    assert (mean_logp, mean_advantage) == pytest.approx((-1.2, 0.4))
+    covariance_T = (x.logp.detach() - mean_logp) * (x.advantage - mean_advantage)
+    assert covariance_T.tolist() == pytest.approx(COVARIANCES)
+    assert recipe.kept(x).tolist() == expected
+
+
+def test_clip_cov_drops_nothing_if_all_advantages_are_equal():
+    recipe = resolve("dr_grpo", {"filters": ["clip_cov"], "share": 1.0})
+    x = with_statistics(recipe, of_two_completions(A=(0.5, 0.5)))
+    assert recipe.kept(x).tolist() == [1] * 5
+
+
 def test_m2po_without_outward_tokens_drops_nothing():
     recipe = resolve("m2po")
     x = with_statistics(recipe, at_ratios([0.1, 9.0, 1.0, 5.0], A=[1.0, -1.0, 1.0, 0.0]))
@@ -215,8 +256,9 @@ def test_differentiate_tells_filtered_tokens_from_clipped_ones():
         ("m2po", {"tau": 0.02}),
         ("m2po_released", {"tau": 0.02, "least_low": 0.0, "least_high": 0.0}),
         ("grpo_top_entropy", {}),
+        ("grpo", {"filters": ["clip_cov"]}),
     ],
-    ids=["m2po", "m2po_released", "top_entropy"],
+    ids=["m2po", "m2po_released", "top_entropy", "clip_cov"],
 )
 def test_statistics_of_a_step_are_those_of_all_its_micro_batches_together(name, knobs):
     recipe = resolve(name, knobs)

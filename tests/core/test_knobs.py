@@ -262,6 +262,8 @@ def test_knob_of_a_filter_acts():
         ("online_dpo", {"filters": ["finished_only"]}, "online_dpo compares the completions"),
         ("gspo", {"filters": ["top_entropy"]}, "top_entropy drops single tokens"),
         ("oapl", {"filters": ["m2po"]}, "m2po drops single tokens"),
+        ("gspo", {"filters": ["clip_cov"]}, "clip_cov drops single tokens"),
+        ("grpo", {"filters": ["clip_cov"], "share": 1.5}, "share must lie in"),
         ("grpo_tis", {"cap": 0.9}, r"correction\.cap must be at least 1"),
         ("grpo_tis", {"floor": 1.1}, r"correction\.floor must lie in \[0, 1\]"),
         ("rec_ring_is", {"outer_high": 0.1}, "outer range outside the inner one"),

@@ -61,6 +61,7 @@ CHOICES: dict[str, tuple[PieceFunction, ...]] = {
         filters.seq_max_k3,
         filters.finished_only,
         filters.top_entropy,
+        filters.clip_cov,
         filters.m2po,
     ),
     "correction": (corrections.truncated, corrections.masked),

@@ -117,3 +117,37 @@ def m2po(x: LossInputs, *, tau: float = 0.04) -> Tensor:
     log_ratio_T = x.logp - alpha(x)
     is_outward_T = x.advantage * log_ratio_T > 0
     return ~(is_outward_T & (log_ratio_T.square() >= x.step["m2po"]))
+
+
+def _covariance_bound(x: LossInputs, *, share: float) -> Tensor:
+    """[3]: the means of log pi and A over the step's tokens, and the covariance that must go.
+
+    As many tokens reach it as the share is, at least one. It is infinite for a share of 0.
+    """
+    mean_logp = x.logp.double().mean()
+    mean_advantage = x.advantage.double().mean()
+    bound = x.logp.new_tensor([mean_logp, mean_advantage, inf])
+    if share > 0:
+        # As the filter computes it, so that both round alike.
+        covariances = _covariance(x, bound).sort(descending=True).values
+        number_dropped = max(1, int(share * len(covariances)))
+        bound[2] = covariances[number_dropped - 1]
+    return bound
+
+
+def _covariance(x: LossInputs, bound: Tensor) -> Tensor:
+    """(log pi - its mean) (A - its mean) at each token, [T]."""
+    return (x.logp - bound[0]) * (x.advantage.to(x.logp.dtype) - bound[1])
+
+
+@collects(_covariance_bound)
+def clip_cov(x: LossInputs, *, share: float = 2e-4) -> Tensor:
+    """All but the share of the step's tokens with the highest covariance of log pi and A.
+
+    These tokens lower the entropy most: likely ones that are pushed up, and unlikely ones that are
+    pushed down. At least one token goes, and only tokens with a covariance above 0 do. Equal values
+    go together. Clip-Cov (arXiv 2505.22617, section 4) draws its share, 2e-4, at random from the
+    tokens with a covariance of 1 to 5; the highest ones are the choice of its KL-Cov.
+    """
+    covariance_T = _covariance(x, x.step["clip_cov"])
+    return ~((covariance_T > 0) & (covariance_T >= x.step["clip_cov"][2]))

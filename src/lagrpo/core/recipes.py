@@ -269,6 +269,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     for path, name in [
         ("correction.floor", "correction.floor"),
         ("filters.top_entropy.share", "share"),
+        ("filters.clip_cov.share", "share"),
     ]:
         value = _number(recipe, path)
         if value is not None and value > 1:
@@ -330,7 +331,7 @@ def _contradictions_of_filters(recipe: Recipe) -> Iterator[str]:
         isinstance(ratio, Piece) and ratio.function in (sequence, length_normalized)
     )
     for keep in recipe.filters:
-        if is_whole and keep.function in (filters.top_entropy, filters.m2po):
+        if is_whole and keep.function in (filters.top_entropy, filters.clip_cov, filters.m2po):
             yield (
                 f"{keep.name} drops single tokens, but {surrogate.name} gives all tokens of a "
                 "completion one gradient: drop the filter, or set surrogate.ratio = 'token' if "
