@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, JsonObject]] = {
     "on-policy": {"schedule": {"sync_every": 1}},
     "asking ahead": {"schedule": {"sync_every": 3}},
     "dynamic sampling": {"schedule": {"sync_every": 3}, "rollout": {"dynamic_sampling_rounds": 2}},
-    "lagged": {"schedule": {"constant_lag": 2}},
+    "lagged": {"schedule": {"constant_lag": 2}, "loss": {"entropy_target": 3.0}},
     "budget": {"schedule": {"sync_every": 3, "sync_at_kl": 0.02}},
 }
 COMMON: Sections = {

@@ -24,6 +24,7 @@ from lagrpo.model.model import copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import MicroBatch, micro_batches
+from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer
@@ -67,12 +68,19 @@ def make_trainer(
     kind: str = "llama",
     tie: bool = False,
     lora: Lora | None = None,
+    entropy_coef: float = 0.0,
     **changes: Any,
 ) -> Trainer:
     policy = tiny_policy(kind, DTYPES[dtype], backend="torch", lora=lora, tie_word_embeddings=tie)
     options = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
     recipe = resolve("grpo", {"beta": 0.0})
-    return Trainer(policy, recipe, Optimization(**options), ranks=ranks_of(group))
+    return Trainer(
+        policy,
+        recipe,
+        Optimization(**options),
+        entropy=EntropyTerm(entropy_coef),
+        ranks=ranks_of(group),
+    )
 
 
 @functools.cache

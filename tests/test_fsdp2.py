@@ -42,6 +42,7 @@ from lagrpo.model.stored import StoredWeights
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import build_trainer
 from lagrpo.training.build_policy import build_policy, check_same_model
+from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.fsdp import copy_sharded
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.trainer import Optimization, Trainer
@@ -54,6 +55,7 @@ def make_layered(
     tie: bool = False,
     checkpointing: bool = False,
     beta: float = 0.0,
+    entropy_coef: float = 0.0,
     **changes: Any,
 ) -> Trainer:
     """As `make_trainer`, in shards."""
@@ -68,6 +70,7 @@ def make_layered(
         resolve("grpo", {"beta": beta}),
         Optimization(**numbers),
         reference,
+        entropy=EntropyTerm(entropy_coef),
         activation_checkpointing=checkpointing,
         ranks=ranks_of(group, mesh),
     )

@@ -18,7 +18,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
 from lagrpo.settings.command_line import SHORT, CommandParser, read_words
 from lagrpo.settings.load import PRESETS, TABLES, list_settings, load_settings, to_toml
-from lagrpo.settings.loss import KNOBS, LossSettings
+from lagrpo.settings.loss import KNOBS, TERMS, LossSettings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import RewardSettings
 from lagrpo.types import JsonObject
@@ -36,10 +36,10 @@ def complain(values: Any, overrides: Any = None) -> str:
 
 
 def test_settings_of_the_loss_are_knobs_of_recipes():
-    named = set(LossSettings.model_fields) - {"recipe", "overrides"}
+    named = set(LossSettings.model_fields) - {"recipe", "overrides", *TERMS}
     knob_names = {*NUMBERS, *CHOICES, *MINIMUM, "epsilon"}
     assert {KNOBS.get(name, name) for name in named} <= knob_names
-    assert LossSettings().knobs == {}
+    assert LossSettings(entropy_coef=0.1, entropy_target=0.5).knobs == {}
     assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {
         "epsilon": 0.1,
         "dual_clip": 3.0,
@@ -121,6 +121,7 @@ def test_schedule_follows_from_its_keys():
         ),
         ({"eval": {"best_metric": "pass@1", "at_start": False}}, ("best_metric", "at_start")),
         ({"offline": {"fraction": 0.5}}, ("offline.fraction", "offline.data")),
+        ({"loss": {"entropy_coef": 11, "entropy_target": 0.5}}, ("entropy_coef", "entropy_target")),
         (
             {"loss": {"overrides": {"overlong_buffer": 300}}},
             ("overlong_buffer", "rollout.max_completion_length"),
@@ -139,6 +140,12 @@ def test_contradictory_settings_are_rejected_with_both_keys_in_one_line(values, 
         {"schedule.sync_every": 0},
         {"rollout.temperature": float("inf")},
         {"optimizer.learning_rate": float("nan")},
+        {"loss.entropy_coef": -0.01},
+        {"loss.entropy_coef": float("nan")},
+        {"loss.entropy_target": 0.0},
+        {"loss.entropy_target": -0.5},
+        {"loss.entropy_target": float("inf")},
+        {"loss.entropy_target": True},
         {"task.rewards": [{"name": "a", "reward": "exact", "weight": 0}]},
         {"vllm.urls": "localhost:8000", "rollout.engine": "vllm"},
         {"eval.sets": [{"name": "a"}, {"name": "a"}]},

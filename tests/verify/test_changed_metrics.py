@@ -58,6 +58,29 @@ def test_changed_learning_rate_is_found(run):
 
 
 @pytest.mark.parametrize(
+    ("loss", "coefs"),
+    [
+        pytest.param({"entropy_coef": 0.01}, [0.01, 0.01, 0.01], id="fixed"),
+        # The entropy of the random model is far above this target and far below the other one.
+        pytest.param({"entropy_coef": 0.01, "entropy_target": 0.1}, [0.01, 0.0, 0.0], id="above"),
+        pytest.param({"entropy_target": 4.6}, [0.0, 0.005, 0.01], id="below"),
+    ],
+)
+def test_coefficient_of_the_entropy_follows_from_recorded_entropies(model, tmp_path, loss, coefs):
+    run = train_run(model, tmp_path, loss=loss)
+    assert [line["entropy_coef"] for line in load_metrics(run)] == pytest.approx(coefs)
+    report = verify_run(run, 1, trust_run_code=True)
+    assert report.differences == []
+    assert any("entropy" in reason for reason in report.skipped)
+
+    def add_a_step(lines):
+        lines[2]["entropy_coef"] += 0.005
+
+    rewrite_metrics(run, add_a_step)
+    assert find_differences(run, "metrics.jsonl, line 3", "entropy_coef")
+
+
+@pytest.mark.parametrize(
     "optimizer",
     [
         pytest.param({"lr_scheduler_type": "cosine", "warmup_steps": 1}, id="schedule"),

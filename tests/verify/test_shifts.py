@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lagrpo.settings.loss import LossSettings
 from lagrpo.verify.record import Report
 from lagrpo.verify.shifts import check_shifts
 from lagrpo.verify.tokens import RowReading, read_tokens
@@ -66,7 +67,7 @@ def names_of_shifts(sampled_from_TV: Tensor, recorded_TV: Tensor) -> set[str]:
     read = read_tokens(distribution(), token_T, uniform_T, hidden=HIDDEN, dtype="bfloat16")
     run: Any = SimpleNamespace(
         report=Report("run"),
-        settings=SimpleNamespace(rollout=SimpleNamespace(engine="local")),
+        settings=SimpleNamespace(rollout=SimpleNamespace(engine="local"), loss=LossSettings()),
         version_after=lambda step: None,
     )
     check_shifts(run, [RowReading(row, 0, read)])
@@ -128,7 +129,9 @@ def test_log_probs_of_another_distribution_show_though_the_tokens_are_right(chan
 # Directions of updates
 
 
-def found_directions(changes: list[float], advantages: list[float]) -> list[str]:
+def found_directions(
+    changes: list[float], advantages: list[float], entropy_coef: float = 0.0
+) -> list[str]:
     """The differences, if updates change the log-probs of completions by these sums."""
     uniform_T = torch.full((1,), 0.5, dtype=torch.float64)
     readings = []
@@ -151,11 +154,15 @@ def found_directions(changes: list[float], advantages: list[float]) -> list[str]
             readings.append(RowReading(row, version, read))
     run: Any = SimpleNamespace(
         report=Report("run"),
-        settings=SimpleNamespace(rollout=SimpleNamespace(engine="vllm")),
+        settings=SimpleNamespace(
+            rollout=SimpleNamespace(engine="vllm"), loss=LossSettings(entropy_coef=entropy_coef)
+        ),
         version_after=lambda step: 1,
     )
     check_shifts(run, readings)
-    assert run.report.compared["update directions"] == (1 if any(advantages) else 0)
+    is_compared = any(advantages) and not entropy_coef
+    assert run.report.compared["update directions"] == is_compared
+    assert run.report.skipped.total() == (1 if entropy_coef else 0)
     return [difference.check for difference in run.report.differences]
 
 
@@ -174,3 +181,7 @@ ADVANTAGES = [1.0, -1.0] * 12
 )
 def test_update_against_the_advantages_is_found(changes, advantages, found):
     assert found_directions(changes, advantages) == found
+
+
+def test_update_directions_are_not_checked_if_the_loss_has_the_entropy():
+    assert found_directions([-0.1, 0.1] * 12, ADVANTAGES, entropy_coef=0.01) == []

@@ -11,6 +11,9 @@ from lagrpo.settings.section import Section, Table
 KNOBS = {"kl_estimator": "kl"}
 """Settings of [loss] whose knob in core/recipes.py has another name."""
 
+TERMS = ("entropy_coef", "entropy_target")
+"""Settings of [loss] that are no knobs of a recipe: any recipe may have the entropy term."""
+
 
 class LossSettings(Section):
     """The recipe, and changes of its knobs."""
@@ -32,7 +35,11 @@ class LossSettings(Section):
     mask_zero_variance: bool | None = None
     """Leave out groups whose rewards are all equal"""
     filters: tuple[str, ...] | None = None
-    """Tokens and completions to leave out: finished_only, opsm, seq_max_k3, top_entropy, m2po"""
+    """Filters that drop tokens: finished_only, opsm, seq_max_k3, top_entropy, clip_cov, m2po"""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the policy's mean entropy in the loss; with entropy_target: where it starts"""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy below which it must not stay, nats per token: moves entropy_coef after each batch"""
     overrides: Table = Field(default={})
     """The recipe's other knobs by path, such as mask.epsilon_high (lagrpo recipes NAME)"""
 
@@ -60,10 +67,19 @@ class LossSettings(Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_entropy(self) -> LossSettings:
+        if self.entropy_target is not None and self.entropy_coef > 10:
+            raise ValueError(
+                f"entropy_coef = {self.entropy_coef:g}: with entropy_target it stays within 0 .. "
+                "10; lower it"
+            )
+        return self
+
     @property
     def _named_knobs(self) -> Table:
         """The knobs set by a named setting such as loss.epsilon, by their paths."""
-        values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
+        values = self.model_dump(exclude={"recipe", "overrides", *TERMS}, exclude_none=True)
         return {KNOBS.get(name, name): value for name, value in values.items()}
 
     @property

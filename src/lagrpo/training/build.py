@@ -42,6 +42,7 @@ from lagrpo.training.build_tasks import (
     warn_of_trained_prompts,
 )
 from lagrpo.training.checkpoint import Inputs
+from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.model_files import read_model_files
 from lagrpo.training.ranks import Ranks, add_up
 from lagrpo.training.sampling import Sampling
@@ -194,6 +195,7 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
             recipe,
             optimization,
             reference,
+            entropy=EntropyTerm(settings.loss.entropy_coef, settings.loss.entropy_target),
             activation_checkpointing=optimizer.gradient_checkpointing,
             ranks=ranks,
         )

@@ -33,6 +33,7 @@ from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build_policy import loading, lora_of
 from lagrpo.training.checks import server_shares_gpu
+from lagrpo.training.entropy import check_entropy_target
 from lagrpo.training.memory import (
     Computation,
     ModelSizes,
@@ -56,6 +57,7 @@ def meaning(settings: Settings, recipe: Recipe, *, has_table: bool = False) -> l
     """
     return [
         f"recipe      {_recipe(settings, recipe)}",
+        *_entropy_term(settings),
         *_notes(recipe, settings),
         *_staleness_note(recipe, settings),
         f"batch       {_batch(settings)}",
@@ -105,6 +107,20 @@ def _recipe(settings: Settings, recipe: Recipe) -> str:
     if not changes:
         return f"{recipe.name}: {recipe.formula}"
     return f"{recipe.name} with {', '.join(changes)}; without these settings: {recipe.formula}"
+
+
+def _entropy_term(settings: Settings) -> list[str]:
+    """A line about the entropy in the loss, if there is any."""
+    coef = settings.loss.entropy_coef
+    target = settings.loss.entropy_target
+    if target is not None:
+        return [
+            f"entropy     held at {target:g} nats per token or above: the coefficient begins at "
+            f"{coef:g} and moves after each batch"
+        ]
+    if coef > 0:
+        return [f"entropy     the loss has -{coef:g} x mean entropy of a token"]
+    return []
 
 
 def _batch(settings: Settings) -> str:
@@ -318,6 +334,7 @@ def empty_model(settings: Settings) -> PreTrainedModel:
         config = load_config(resolve_model(settings.model.path))
         check_supported(config)
         check_context(config, settings.max_sequence_length)
+        check_entropy_target(settings.loss.entropy_target, config.get_text_config().vocab_size)
         with torch.device("meta"):
             return cast(
                 "PreTrainedModel",

@@ -33,6 +33,7 @@ from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.files import save_model
 from lagrpo.model.model import Model, Policy
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
+from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy, without_values
 from lagrpo.training.master_weights import (
     MOMENTS,
@@ -49,6 +50,8 @@ from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM
 from lagrpo.training.tensors import to_floats
 
 PREVIOUS_GRADIENT = "previous_gradient"
+ENTROPY = "entropy_term"
+"""The name of the entropy term's state in the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ class Trainer:
         optimization: Optimization,
         reference: Policy | None = None,
         *,
+        entropy: EntropyTerm | None = None,
         activation_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
@@ -155,6 +159,7 @@ class Trainer:
         self.recipe = recipe
         self.optimization = optimization
         self.reference = reference
+        self.entropy = entropy or EntropyTerm()
         self.ranks = ranks or Ranks()
         self.skeleton: Any = None  # the model of transformers without its numbers, if sharded
         self.masters: MasterWeights
@@ -227,7 +232,8 @@ class Trainer:
 
         Then they have no gradient, and no statistic of the step covers them.
         """
-        return self.recipe.skips_zero_advantage and not self.optimization.full_rate_ess
+        reads_all = bool(self.optimization.full_rate_ess) or self.entropy.is_used
+        return self.recipe.skips_zero_advantage and not reads_all
 
     def step(
         self, rows: Sequence[MicroBatch], *, in_objective: bool = True
@@ -239,10 +245,16 @@ class Trainer:
         Makes no update if nothing is `in_objective` (every group masked). Collective; raises as
         `update`.
         """
+        coef = self.entropy.coef
         rows, sums = self.accumulate(rows)
+        if self.entropy.is_used:
+            sums["entropy_coef"] = coef
         if not in_objective:
             return rows, sums
-        return rows, sums | self.update(sums.get("ess_share"))
+        metrics = self.update(sums.get("ess_share"))
+        if sums.get("tokens_entropy"):  # the first update on the batch
+            self.entropy.observe(sums["entropy"] / sums["tokens_entropy"])
+        return rows, sums | metrics
 
     def accumulate(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
         """Computes the gradient of an update from this rank's rows.
@@ -256,25 +268,38 @@ class Trainer:
         log_ratios: list[float] = []  # log π(y)/α(y) of this rank's completions, nats
         sums: defaultdict[str, float] = defaultdict(float)
         version = self.policy.version
+        coef = self.entropy.coef
         with self.ranks.sync_interrupts():
             statistics = self._collect_statistics(rows)
             passes = self._count_passes(rows)
             for packed_row in rows:
                 row = packed_row
+                entropy_T = None
                 if row.old_logp_T is None:
                     logp_T, entropy_T = self._first_logprobs(row)
                     sums["entropy"] += entropy_T.sum().item()
                     sums["tokens_entropy"] += len(entropy_T)
-                    row = row.with_logprobs(logp_T.detach(), entropy_T)
+                    row = row.with_logprobs(logp_T.detach(), entropy_T.detach())
+                elif coef > 0:
+                    entropy_T = _room_for_entropy(row)
+                    logp_T = self.policy.logp(row.packed, entropy_T)
                 else:
                     logp_T = self.policy.logp(row.packed)
                 x = row.loss_inputs(logp_T.detach(), version, statistics)
                 # `weight_C` has the normalizer of the whole step: gradients only have to be added.
                 derivative = self.recipe.differentiate(x, row.weight_C)
-                # The loss is differentiated by log π alone. From there its gradient goes through
-                # the model, and adds to the gradients of the rows before.
+                # The loss is differentiated by log π, and by the entropy if it has a coefficient.
+                # From there its gradient goes through the model, and adds to the gradients of the
+                # rows before.
                 with deterministic(self.policy.model):
-                    logp_T.backward(derivative.gradient_T)
+                    if coef > 0 and entropy_T is not None:
+                        entropy_weight_T = -coef * row.weight_C[row.completion_T]
+                        torch.autograd.backward(
+                            [logp_T, entropy_T], [derivative.gradient_T, entropy_weight_T]
+                        )
+                        sums["loss"] += (entropy_weight_T * entropy_T.detach()).sum().item()
+                    else:
+                        logp_T.backward(derivative.gradient_T)
                 for name, value in (_sums(x, derivative) | _own_sums(x)).items():
                     sums[name] += value
                 if self.optimization.full_rate_ess and x.rollout_logp is not None:
@@ -312,13 +337,13 @@ class Trainer:
         return {name: value.to(self.policy.device) for name, value in statistics.items()}
 
     def _first_logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns log π of a row at the first update, with a gradient, and the entropy.
+        """Returns log π of a row at the first update, and the entropy, both with a gradient.
 
         Both are float32 [T], nats. Raises Interrupted.
         """
         if not self.masters.passes_are_collective:
             raise_if_asked()  # no weight has changed yet
-        entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
+        entropy_T = _room_for_entropy(row)
         logp_T = self.policy.logp(row.packed, entropy_T)
         return logp_T, entropy_T
 
@@ -434,7 +459,7 @@ class Trainer:
             if entropies is None:
                 logps.append(policy.logp(row.packed))
             else:
-                entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
+                entropy_T = _room_for_entropy(row)
                 logps.append(policy.logp(row.packed, entropy_T))
                 entropies.append(entropy_T)
         for _ in range(passes - len(rows)):
@@ -489,6 +514,8 @@ class Trainer:
                 # A step count is one number: it has no part per rank.
                 label = span.name if key == "step" else span.label
                 state[f"{key}/{label}"] = value
+        if self.entropy.target is not None:
+            state[ENTROPY] = self.entropy.state()
         return state
 
     @torch.no_grad()
@@ -512,6 +539,8 @@ class Trainer:
             # A run that stopped before its first update has no moments.
             if f"step/{span.name}" in saved:
                 self.optimizer.state[master] = self._load_moments(saved, span, master)
+        if ENTROPY in saved:
+            self.entropy.load(saved[ENTROPY])
         self.masters.write_back()
         self.policy.weights.version = version
 
@@ -529,6 +558,11 @@ class Trainer:
                 state[key] = moment.to(device=master.device)
         state["step"] = saved[f"step/{span.name}"].to(master.device).clone()
         return state
+
+
+def _room_for_entropy(row: MicroBatch) -> Tensor:
+    """Returns memory for the entropy at each token of a row: float32 [T], with anything in it."""
+    return row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
 
 
 # Sums over the tokens of a micro-batch

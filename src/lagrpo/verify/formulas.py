@@ -291,6 +291,29 @@ def learning_rate(optimizer: OptimizerSettings, update: int, updates: int) -> fl
     return lr * max(0.0, share_left)
 
 
+# ---- Coefficient of the entropy ----
+
+
+def entropy_coefs(start: float, target: float, entropies: Iterable[float | None]) -> list[float]:
+    """The coefficient of each batch, given the mean entropy of each: arXiv 2505.22312.
+
+    It begins at `start`. It rises after an entropy of at most `target`, and falls after a higher
+    one, by .005 or a tenth of it, whichever is more, within 0 .. 10. It is 0 in the batch after a
+    higher one. None: a batch without an update, which changes nothing.
+    """
+    level = start
+    is_high = False
+    coefs: list[float] = []
+    for entropy in entropies:
+        coefs.append(0.0 if is_high else level)
+        if entropy is None:
+            continue
+        is_high = entropy > target
+        step = max(0.005, level / 10)
+        level = max(0.0, level - step) if is_high else min(10.0, level + step)
+    return coefs
+
+
 # ---- Counts and means ----
 
 

@@ -29,6 +29,7 @@ def check_metrics(run: RecordedRun) -> None:
     The last batch on disk may have no line yet.
     """
     _check_lines(run)
+    _check_entropy_coefs(run)
     for step, line in sorted(run.metrics.items()):
         rows = run.steps.get(step)
         if not rows:
@@ -48,6 +49,26 @@ def _check_lines(run: RecordedRun) -> None:
     steps_without_line = sorted(run.steps.keys() - run.metrics.keys())
     for step in steps_without_line[:-1]:
         run.report.compare(FILE, FILE, {f"the line of step {step}": "there"}, {})
+
+
+def _check_entropy_coefs(run: RecordedRun) -> None:
+    """Checks that the coefficient of the entropy follows from the entropies of the batches before.
+
+    The entropies are the recorded ones.
+    """
+    loss = run.settings.loss
+    lines = [line for _, line in sorted(run.metrics.items())]
+    if loss.entropy_target is not None:
+        entropies = [line.values["entropy"] for line in lines]
+        coefs = formulas.entropy_coefs(loss.entropy_coef, loss.entropy_target, entropies)
+    elif loss.entropy_coef > 0:
+        coefs = [loss.entropy_coef] * len(lines)
+    else:
+        return
+    for line, coef in zip(lines, coefs, strict=True):
+        where = f"{FILE}, line {line.number}"
+        expected: Metrics = {"entropy_coef": coef}
+        run.report.compare(FILE, where, expected, line.values, FLOAT64_TOLERANCE)
 
 
 def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
