@@ -196,6 +196,12 @@ def test_gradient_cosine_is_that_of_the_last_update(used):
     assert metrics_of(used, updates)["gradient_cosine"] == -0.25
 
 
+def test_coefficient_of_the_entropy_is_that_of_the_first_update(used):
+    assert metrics_of(used, [UPDATE])["entropy_coef"] is None
+    updates = [UPDATE | {"entropy_coef": 0.01}, UPDATE | {"entropy_coef": 0.015}]
+    assert metrics_of(used, updates)["entropy_coef"] == 0.01
+
+
 def test_nothing_generated_and_nothing_scored_has_no_means():
     metrics = metrics_of(batch(group(completion([], Outcome.failed("lost")))))
     for name in ("staleness/mean", "staleness/max", "reward", "reward_std", "frac_reward_zero_std"):

@@ -75,7 +75,6 @@ def batch_metrics(
         "grad_norm": last.get("grad_norm"),
         "learning_rate": last.get("lr"),
         "gradient_cosine": last.get("gradient_cosine"),
-        **_entropy_coef(updates),
         **_clip_ratios(updates, step.batch),
         **_staleness(completions, step.version),
         "weight_sync/performed": int(bool(step.reason)),
@@ -87,12 +86,6 @@ def batch_metrics(
         **dict.fromkeys(loss_metrics),  # null in a batch without an update
         **_own_metrics(updates),
     }
-
-
-def _entropy_coef(updates: Sequence[Mapping[str, float]]) -> Metrics:
-    """Returns the entropy's coefficient at the first update; nothing without an entropy term."""
-    first = updates[0] if updates else {}
-    return {name: first[name] for name in ("entropy_coef",) if name in first}
 
 
 def _own_metrics(updates: Sequence[Mapping[str, float]]) -> Metrics:
@@ -187,6 +180,7 @@ def _token_metrics(step: Step) -> Metrics:
     """
     first = step.updates[0] if step.updates else {}
     metrics: Metrics = {"entropy": None, "kl": None, **dict.fromkeys(RATIO_METRICS)}
+    metrics["entropy_coef"] = first.get("entropy_coef")
     if first.get("tokens_entropy"):
         metrics["entropy"] = first["entropy"] / first["tokens_entropy"]
     if first.get("tokens"):
