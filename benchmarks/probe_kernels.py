@@ -84,6 +84,7 @@ def softmax_kernels(*, quick: bool) -> Answers:
     tokens = torch.randint(vocabulary, (rows,), device=DEVICE)
     entropy = torch.empty(rows, device=DEVICE)
     grad = torch.randn(rows, device=DEVICE)
+    grad_entropy = torch.randn(rows, device=DEVICE)
     _, log_sum_exp = softmax.token_logp(logits, tokens, 1.0)
     # float32 copies of all rows would take too much memory.
     eighth = logits[: max(1, rows // 8)]
@@ -99,12 +100,19 @@ def softmax_kernels(*, quick: bool) -> Answers:
     values = timing(few.nbytes, lambda: softmax.sample_tokens(few, 1.0, uniform))
     yield "kernel sample_tokens, 128 rows", values
 
-    # Last, because it overwrites the logits.
+    # Last, because they overwrite the logits.
     values = timing(
         2 * logits.nbytes,
         lambda: softmax.token_logp_backward(logits, tokens, 1.0, log_sum_exp, grad),
     )
     yield "kernel token_logp_backward", values
+    values = timing(
+        2 * logits.nbytes,
+        lambda: softmax.token_logp_backward(
+            logits, tokens, 1.0, log_sum_exp, grad, entropy, grad_entropy
+        ),
+    )
+    yield "kernel token_logp_backward, with the entropy", values
 
 
 def layer_kernels(*, quick: bool) -> Answers:

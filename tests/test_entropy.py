@@ -19,7 +19,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import Policy
 from lagrpo.training.batch import MicroBatch, micro_batches
-from lagrpo.training.entropy import LARGEST, STEP, EntropyTerm, check_entropy_target
+from lagrpo.training.entropy import STEP, EntropyTerm, check_entropy_target
 from lagrpo.training.trainer import Optimization, Trainer
 
 COEF = 0.3
@@ -145,7 +145,7 @@ def test_rows_keep_the_entropy_without_what_computed_it():
         pytest.param(0.005, [0.6, 0.6, 0.4], [0.0, 0.0, 0.005], id="not below 0"),
         pytest.param(1.0, [0.4, 0.4, 0.4], [1.1, 1.21, 1.331], id="rises by a tenth"),
         pytest.param(1.0, [0.6, 0.6, 0.5], [0.0, 0.0, 0.891], id="falls by a tenth"),
-        pytest.param(9.5, [0.4, 0.4], [LARGEST, LARGEST], id="not above the largest"),
+        pytest.param(9.5, [0.4, 0.4], [10.0, 10.0], id="not above the largest"),
     ],
 )
 def test_coefficient_follows_the_entropy(start, entropies, coefs):

@@ -14,6 +14,10 @@ KNOBS = {"kl_estimator": "kl"}
 TERMS = ("entropy_coef", "entropy_target")
 """Settings of [loss] that are no knobs of a recipe: any recipe may have the entropy term."""
 
+LARGEST_ENTROPY_COEF = 10.0
+"""The largest coefficient that loss.entropy_target leads to. Without it, a target that is out of
+reach would let the coefficient grow forever."""
+
 
 class LossSettings(Section):
     """The recipe, and changes of its knobs."""
@@ -69,10 +73,10 @@ class LossSettings(Section):
 
     @model_validator(mode="after")
     def _check_entropy(self) -> LossSettings:
-        if self.entropy_target is not None and self.entropy_coef > 10:
+        if self.entropy_target is not None and self.entropy_coef > LARGEST_ENTROPY_COEF:
             raise ValueError(
-                f"entropy_coef = {self.entropy_coef:g}: with entropy_target it stays within 0 .. "
-                "10; lower it"
+                f"entropy_coef = {self.entropy_coef:g}: with entropy_target it is at most "
+                f"{LARGEST_ENTROPY_COEF:g}; lower it"
             )
         return self
 

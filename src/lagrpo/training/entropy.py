@@ -26,16 +26,13 @@ import torch
 from torch import Tensor
 
 from lagrpo.errors import SettingsError
+from lagrpo.settings.loss import LARGEST_ENTROPY_COEF
 
 STEP = 0.005
 """The least change of the coefficient after a batch; Skywork-OR1's value."""
 
 GROWTH = 0.1
 """The change of a larger coefficient after a batch, as a share of it."""
-
-LARGEST = 10.0
-"""The largest coefficient that the controller reaches. Without it, a target that is out of reach
-would let the coefficient grow forever."""
 
 
 @dataclass(slots=True)
@@ -78,7 +75,7 @@ class EntropyTerm:
         self.is_acting = entropy <= self.target
         step = max(STEP, GROWTH * self.level)
         level = self.level + step if self.is_acting else self.level - step
-        self.level = min(max(level, 0.0), LARGEST)
+        self.level = min(max(level, 0.0), LARGEST_ENTROPY_COEF)
 
     def state(self) -> Tensor:
         """Returns what `observe` changes: float64 [2]."""
