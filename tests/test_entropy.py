@@ -21,6 +21,7 @@ from lagrpo.model.model import Policy
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.entropy import STEP, EntropyTerm, check_entropy_target
 from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.verify.formulas import entropy_coefs
 
 COEF = 0.3
 
@@ -162,6 +163,18 @@ def test_coefficient_without_a_target_stays():
     term = EntropyTerm(0.02)
     term.observe(0.1)
     assert term.coef == 0.02
+
+
+@pytest.mark.parametrize("start", [0.0, 0.02, 9.5])
+def test_coefficients_are_those_that_verify_computes(start):
+    entropies = [0.6, 0.4, 0.5, None, 0.3, 0.51, 0.7, 0.2, *[0.1] * 90, 0.9, 0.9, 0.1]
+    term = EntropyTerm(start, target=0.5)
+    coefs = []
+    for entropy in entropies:
+        coefs.append(term.coef)
+        if entropy is not None:
+            term.observe(entropy)
+    assert entropy_coefs(start, 0.5, entropies) == pytest.approx(coefs, rel=1e-12)
 
 
 def test_trainer_observes_once_per_batch():

@@ -57,18 +57,11 @@ def test_changed_learning_rate_is_found(run):
     assert difference.expected == 1e-2
 
 
-@pytest.mark.parametrize(
-    ("loss", "coefs"),
-    [
-        pytest.param({"entropy_coef": 0.01}, [0.01, 0.01, 0.01], id="fixed"),
-        # The entropy of the random model is far above this target and far below the other one.
-        pytest.param({"entropy_coef": 0.01, "entropy_target": 0.1}, [0.01, 0.0, 0.0], id="above"),
-        pytest.param({"entropy_target": 4.6}, [0.0, 0.005, 0.01], id="below"),
-    ],
-)
-def test_coefficient_of_the_entropy_follows_from_recorded_entropies(model, tmp_path, loss, coefs):
-    run = train_run(model, tmp_path, loss=loss)
-    assert [line["entropy_coef"] for line in load_metrics(run)] == pytest.approx(coefs)
+def test_coefficient_of_the_entropy_follows_from_recorded_entropies(model, tmp_path):
+    """The target is just below log 103, which no token of the model reaches."""
+    run = train_run(model, tmp_path, loss={"entropy_target": 4.6})
+    coefs = [line["entropy_coef"] for line in load_metrics(run)]
+    assert coefs == pytest.approx([0.0, 0.005, 0.01])
     report = verify_run(run, 1, trust_run_code=True)
     assert report.differences == []
     assert any("entropy" in reason for reason in report.skipped)
