@@ -21,13 +21,14 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.runs.environment import cpu_model, git_state
 
-from .methods import Method, load_methods
+from .methods import Method, Table, load_methods
 from .plan import QUICK_METHODS, Methods, Pass, full_plan, passes_where_some_die, quick_plan
 from .publish import publish
 from .records import RESULTS, Record, append_records, load_records
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="only runs of these methods")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    methods: Methods = {"published": load_methods("published"), "equal": load_methods("equal")}
+    methods: Methods = {table: load_methods(table) for table in get_args(Table)}
     for name in options.only or []:
         if name not in methods["published"]:
             parser.error(f"--only {name}: experiments/lag/methods.toml has no such method")
@@ -112,7 +113,7 @@ def make_missing(
         if not missing:
             continue
         method = methods[item.table][item.method]
-        runs = [Run(key.learning_rate, key.seed) for key in missing]
+        runs = [Run(key.learning_rate, key.seed, key.control) for key in missing]
         records = make_pass(item, method, runs, compiled=compiled)
         append_records(directory, records)
         seconds = sum(record.seconds for record in records)
@@ -159,6 +160,7 @@ def make_pass(item: Pass, method: Method, runs: Sequence[Run], *, compiled: bool
             commit=state["commit"][:12],
             cpu=cpu_model(),
             torch=torch.__version__,
+            control=outcome.run.control,
         )
         for outcome in outcomes
     ]

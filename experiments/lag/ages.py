@@ -36,10 +36,6 @@ class Schedule:
         """The number of latest batches that updates take groups from; 0 if they sample."""
         return 0 if self.kind == "sawtooth" else self.lag + 1
 
-    def syncs_at(self, update: int) -> bool:
-        """True if a sampler with a sawtooth gets the weights before this update."""
-        return update % (self.lag + 1) == 0
-
     def ages(self, update: int, groups: int, random: np.random.Generator) -> Tensor:
         """The age of each group of an update (counted from 0) in batches, [groups].
 

@@ -11,7 +11,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import resolve
 
 FILE = Path(__file__).parent / "methods.toml"
-Table = Literal["published", "equal"]
+Table = Literal["published", "equal", "controlled"]
 MAY_DIFFER = {"beta"}
 """Overrides that leave a method its recipe: runs of the benchmark have no KL term."""
 EQUAL: dict[str, str] = {"advantage": "normalized", "reduction": "token_mean"}
@@ -62,8 +62,9 @@ class Method:
 def load_methods(table: Table, file: Path = FILE) -> dict[str, Method]:
     """The methods of a table by name, in the order of the file.
 
-    `published` has each method with its own advantage and reduction. `equal` gives all the same, so
-    that the loss alone differs; rows whose advantage is the method keep theirs, or are left out.
+    `published` has each method with its own advantage and reduction; so has `controlled`, whose
+    runs have a control (control.py). `equal` gives all the same, so that the loss alone differs;
+    rows whose advantage is the method keep theirs, or are left out.
     """
     rows = tomllib.loads(file.read_text(encoding="utf-8"))
     methods = {}

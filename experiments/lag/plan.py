@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 from .ages import Kind, Schedule
+from .control import Control
 from .methods import Method, Table
 from .records import Record, RunKey
 from .tasks import TASKS
@@ -65,6 +67,26 @@ MAIN_METHODS = (
 The variants of the tasks are made for these alone: twelve rows are enough to see which property of
 a task turns the order around.
 """
+RATE_CONTROLS: tuple[Control, ...] = ("kl_feedback", "kl_root", "kl_linear", "ess_root")
+CONTROL_RATES = (1e-3, 3e-3)
+"""The best rate with fresh samples on both main tasks, f, and three times that."""
+CONTROL_SCHEDULES: tuple[tuple[Kind, int], ...] = (
+    ("sawtooth", 15),
+    ("constant", 64),
+    ("constant", 16),
+    ("constant", 256),
+)
+CONTROL_SEEDS = ((0, 1), (2, 3, 4))
+CONTROL_METHODS = (
+    ("prime_rl", "grpo"),
+    ("sapo", "rec_one_side_nois_wide"),
+    tuple(
+        name
+        for name in MAIN_METHODS
+        if name not in ("prime_rl", "grpo", "sapo", "rec_one_side_nois_wide")
+    ),
+)
+"""MAIN_METHODS: what is recommended and what is usual, then what dies and what does not."""
 FIGURE_METHODS = (
     "stale_reinforce",
     "grpo",
@@ -81,7 +103,7 @@ QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "prime_rl")
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Runs that are trained together: every learning rate with every seed."""
+    """Runs that are trained together: every control with every learning rate and seed."""
 
     table: Table
     task: str
@@ -90,12 +112,22 @@ class Pass:
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     updates: int
+    controls: tuple[Control, ...] = ("fixed",)
 
     @property
     def keys(self) -> list[RunKey]:
-        schedule = self.schedule
         return [
-            RunKey(self.table, self.task, self.method, schedule.kind, schedule.lag, rate, seed)
+            RunKey(
+                self.table,
+                self.task,
+                self.method,
+                self.schedule.kind,
+                self.schedule.lag,
+                rate,
+                seed,
+                control,
+            )
+            for control in self.controls
             for rate in self.learning_rates
             for seed in self.seeds
         ]
@@ -141,6 +173,31 @@ def full_plan(methods: Methods) -> list[Pass]:
     return plan.passes
 
 
+def control_plan(methods: Methods) -> list[Pass]:
+    """The passes that compare controls of the learning rate, most informative first.
+
+    The runs with a fixed rate at constant lags are those of `full_plan`.
+    """
+    plan = _Plan(methods)
+    for seeds, methods_of_part in product(CONTROL_SEEDS, CONTROL_METHODS):
+        for (kind, lag), method in product(CONTROL_SCHEDULES, methods_of_part):
+            controls = RATE_CONTROLS
+            if kind == "sawtooth":
+                controls = (*RATE_CONTROLS, "sync_at_kl")
+                plan.add("published", MAIN_TASKS, kind, (lag,), seeds, only=(method,))
+            plan.add(
+                "controlled",
+                MAIN_TASKS,
+                kind,
+                (lag,),
+                seeds,
+                CONTROL_RATES,
+                (method,),
+                controls=controls,
+            )
+    return plan.passes
+
+
 def quick_plan(methods: Methods, only: Sequence[str] = QUICK_METHODS) -> list[Pass]:
     """A small table of short runs."""
     plan = _Plan(methods)
@@ -180,6 +237,7 @@ class _Plan:
         rates: tuple[float, ...] = LEARNING_RATES,
         only: Sequence[str] = (),
         updates: int | None = None,
+        controls: tuple[Control, ...] = ("fixed",),
     ) -> None:
         """Append a pass for each lag, task and method of the table (or those named).
 
@@ -193,7 +251,7 @@ class _Plan:
                 for task in tasks:
                     schedule = Schedule(kind, lag)
                     length = updates or updates_of(task, schedule)
-                    item = Pass(table, task, method.name, schedule, rates, seeds, length)
+                    item = Pass(table, task, method.name, schedule, rates, seeds, length, controls)
                     self._passes[item] = None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from .control import Control
 from .methods import Method, Table
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,6 +25,7 @@ class RunKey(NamedTuple):
     lag: int
     learning_rate: float
     seed: int
+    control: Control = "fixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Record:
     commit: str
     cpu: str
     torch: str
+    control: Control = "fixed"
 
     @property
     def key(self) -> RunKey:
@@ -64,6 +67,7 @@ class Record:
             self.lag,
             self.learning_rate,
             self.seed,
+            self.control,
         )
 
     def gain(self, updates: int) -> float:

@@ -27,6 +27,7 @@ from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Recipe
 
 from .ages import Schedule
+from .control import TARGET, Control, RateControl
 from .methods import Method
 from .model import Architecture, StackedLlama, unpack
 from .tasks import Task
@@ -44,6 +45,7 @@ class Run(NamedTuple):
 
     learning_rate: float
     seed: int
+    control: Control = "fixed"
 
 
 class Purpose(IntEnum):
@@ -113,17 +115,25 @@ def train(
     scores = torch.zeros(updates, S)
     diagnostics = Diagnostics()
     stale_weights = weights.clone()
+    rate_control = RateControl([run.control for run in runs], schedule.lag)
+    syncs_at_kl = torch.tensor([run.control == "sync_at_kl" for run in runs])
+    sync_age = torch.zeros(S, dtype=torch.long)  # updates since the last sync of a sawtooth
+    is_far = torch.zeros(S, dtype=torch.bool)
     for update in range(updates):
         fresh, score, entropy = sampler.sample(weights, Purpose.ROLLOUT, update)
         scores[update] = score
-        age = sampler.ages(schedule, update)
         if schedule.keeps_batches:
+            age = sampler.ages(schedule, update)
             history.append(fresh)
             batch = history.take(age)
         else:
-            if schedule.syncs_at(update):
-                stale_weights.copy_(weights)
+            # The first update finds the initial weights on both sides.
+            syncs = (sync_age > schedule.lag) | (is_far & syncs_at_kl)
+            sync_age = torch.where(syncs, 0, sync_age)
+            stale_weights[syncs] = weights[syncs]
             batch, _, _ = sampler.sample(stale_weights, Purpose.STALE_ROLLOUT, update)
+            age = sync_age[:, None].expand(-1, task.prompts_per_batch)
+            sync_age = sync_age + 1
         staleness = age.clamp(max=update)
 
         leaf = weights.clone().requires_grad_()
@@ -134,9 +144,13 @@ def train(
             ref_logp = model.log_probs(reference, batch.prompts, batch.tokens)
         step = Step(task, method.recipe, batch, staleness, logp.detach(), ref_logp)
         (gradient,) = torch.autograd.grad(logp, leaf, step.gradient)
-        norm = optimizer.step(gradient, step.ess if method.scale_lr_by_ess else None)
+        factors = rate_control.factors(step.kl_of_learned, step.ess)
+        if method.scale_lr_by_ess:
+            factors = factors * step.ess.sqrt()
+        norm = optimizer.step(gradient, factors)
+        is_far = step.kl_of_learned > TARGET
         if update % DIAGNOSED_EVERY == 0:
-            diagnostics.add(step, norm, entropy)
+            diagnostics.add(step, norm, entropy, factors)
 
     seconds = (time.process_time() - began) / S
     curves = _mean_of_parts(scores)
@@ -311,6 +325,25 @@ class Step:
         """[S, B, G, L] of the loss by the log-prob of each token"""
         self.is_clipped = derivative.clipped_T.view(S, C, L)
         self.log_ratio = (inputs.logp - inputs.rollout_logp).view(S, C, L)  # pyright: ignore
+        learns_from = advantages.view(S, C) != 0
+        if not recipe.skips_zero_advantage:
+            learns_from = torch.ones_like(learns_from)
+        self._is_learned = self.is_token & learns_from[..., None]  # [S, C, L]
+
+    @property
+    def kl(self) -> Tensor:
+        """The estimate of KL(alpha || pi) per token of each run, nats, [S]."""
+        return self._mean_k3(self.is_token)
+
+    @property
+    def kl_of_learned(self) -> Tensor:
+        """The same over the tokens that the update learns from, [S]; 0 if there are none."""
+        return self._mean_k3(self._is_learned)
+
+    def _mean_k3(self, selected: Tensor) -> Tensor:
+        k3 = torch.expm1(self.log_ratio.clamp(max=20)) - self.log_ratio
+        count = selected.sum(dim=(1, 2)).clamp(min=1)
+        return torch.where(selected, k3, 0.0).sum(dim=(1, 2)) / count
 
     @property
     def ess(self) -> Tensor:
@@ -377,11 +410,11 @@ class Adam:
         self._square = torch.zeros_like(weights)
         self._updates = 0
 
-    def step(self, gradient: Tensor, ess: Tensor | None) -> Tensor:
+    def step(self, gradient: Tensor, factors: Tensor) -> Tensor:
         """Make an update and return the norm of each gradient before it is clipped, [S].
 
-        With `ess` [S] the learning rates are multiplied by its root (arXiv 2602.17616). A gradient
-        that is not finite counts as 0.
+        The learning rates are multiplied by `factors` [S]. A gradient that is not finite counts
+        as 0.
         """
         norm = torch.linalg.vector_norm(gradient, dim=1)
         if self._max_grad_norm is not None:
@@ -393,9 +426,7 @@ class Adam:
         self._square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
         unbiased_mean = self._mean / (1 - 0.9**self._updates)
         unbiased_square = self._square / (1 - 0.999**self._updates)
-        learning_rate = self._learning_rate
-        if ess is not None:
-            learning_rate = learning_rate * ess.sqrt()[:, None]
+        learning_rate = self._learning_rate * factors[:, None]
         self._weights -= learning_rate * unbiased_mean / (unbiased_square.sqrt() + 1e-8)
         return norm
 
@@ -411,16 +442,17 @@ class Diagnostics:
     ess                 effective sample size of the ratios of completions, over their number
     log_ratio_squared   mean (log rho)^2, nats^2
     kl                  rho - 1 - log rho: estimates KL(alpha || pi) per token, nats
+    kl_first_quarter    the same over the first quarter of the run
+    rate_factor         of the learning rate, by the run's control
     """
 
     def __init__(self) -> None:
         self._columns: dict[str, list[Tensor]] = defaultdict(list)
 
-    def add(self, step: Step, norm: Tensor, entropy: Tensor) -> None:
+    def add(self, step: Step, norm: Tensor, entropy: Tensor, factors: Tensor) -> None:
         tokens = step.is_token.sum(dim=(1, 2))  # [S]
         advantages = step.advantages[..., None] * step.is_token  # [S, C, L]
         log_ratio = step.log_ratio
-        k3 = torch.expm1(log_ratio.clamp(max=20)) - log_ratio
         self._columns["entropy"].append(entropy)
         self._columns["gradient_norm"].append(norm)
         self._columns["not_finite"].append((~norm.isfinite()).float())
@@ -430,12 +462,15 @@ class Diagnostics:
             self._columns[f"clipped_{name}"].append(clipped / has_sign.sum(dim=(1, 2)))
         self._columns["ess"].append(step.ess)
         self._columns["log_ratio_squared"].append(log_ratio.square().sum(dim=(1, 2)) / tokens)
-        self._columns["kl"].append(k3.sum(dim=(1, 2)) / tokens)
+        self._columns["kl"].append(step.kl)
+        self._columns["rate_factor"].append(factors)
 
     def of_run(self, s: int) -> dict[str, float]:
         """The mean of each diagnostic over its finite values; -1 if there are none."""
+        quarter = -(-len(self._columns["kl"]) // 4)
+        columns = {**self._columns, "kl_first_quarter": self._columns["kl"][:quarter]}
         means = {}
-        for name, rows in self._columns.items():
+        for name, rows in columns.items():
             values = torch.stack(rows)[:, s]
             values = values[values.isfinite()]
             means[name] = float(values.mean()) if len(values) else -1.0
