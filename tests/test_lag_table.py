@@ -1,10 +1,11 @@
-"""The benchmark of losses against staleness, as users see it: held lags, notes, a page's table."""
+"""The benchmark of losses against staleness, as users see it: advice, notes, a page's table."""
 
 from __future__ import annotations
 
 import json
 from io import StringIO
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import tiny
@@ -17,51 +18,39 @@ from experiments.lag.language_model import (
     language_model_table,
     load_cells,
 )
-from experiments.lag.methods import load_methods
+from experiments.lag.methods import Table, load_methods
 from experiments.lag.publish import BLOCKS_OF_PAGES, package_table, page_blocks, with_block
 from experiments.lag.records import RESULTS, load_records
 from experiments.lag.report import find_cells
 from experiments.lag.verdicts import NOT_RUN
 from lagrpo.settings import lag_table
-from lagrpo.settings.lag_table import TASKS, Measured, held_lag, recipes_that_hold
+from lagrpo.settings.lag_table import (
+    TASKS,
+    Measured,
+    advice_for,
+    kept_text,
+    nearest_lag,
+    rate_text,
+)
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.show import show_recipe, show_recipes
 from lagrpo.training.checks import check_settings
 from lagrpo.training.explain import meaning
 from lagrpo.types import JsonObject
 
-RATE = 3e-4
 
-
-def measured(
-    chain: float,
-    gamble: float,
-    living: tuple[float, ...] = (RATE,),
-    half_interval: float | None = None,
-) -> dict[str, Measured]:
+def measured(chain: float, gamble: float) -> dict[str, Measured]:
+    """Living up to f on chain, at no rate on gamble."""
     return {
-        "chain": Measured(chain, half_interval, 3, RATE, living),
-        "gamble": Measured(gamble, half_interval, 3, RATE, living),
+        "chain": Measured(chain, 0.02, 0.98, 1e-3, 0.031),
+        "gamble": Measured(gamble, None, 0.5, None, None),
     }
 
 
 BY_HAND = {
-    "grpo": {
-        0: measured(1, 1),
-        4: measured(0.9, 0.9),
-        16: measured(0.9, 0.8),
-        64: measured(0.9, 0.4),
-    },
-    "topr": {16: measured(0.9, 0.9), 64: measured(0.9, 0.8)},
-    "dppo_tv": {16: measured(0.9, 0.75), 64: measured(0.9, 0.9)},
-    "vespo": {16: measured(0.95, 0.95), 64: measured(0.8, 0.75)},
-    # Keeps most at lag 16, but its interval is so wide that others keep more for certain.
-    "sapo": {16: measured(0.96, 0.96, half_interval=0.2), 64: measured(0.5, 0.5)},
-    # Keeps less than others at lag 16, but lives at two learning rates.
-    "asymre": {16: measured(0.75, 0.75, living=(RATE, 3 * RATE))},
-    "reinforce": {16: measured(0.5, 0.9), 64: measured(0.9, 0.9)},
-    # Keeps enough at lag 16, but at no learning rate at which every seed lives.
-    "cispo": {16: measured(0.9, 0.9, living=()), 64: measured(0.9, 0.9)},
+    "grpo": {16: measured(0.9, 0.8), 64: measured(0.82, 0.291)},
+    "prime_rl": {16: measured(0.92, 0.75), 64: measured(0.9, 0.6)},
+    "topr": {16: measured(0.9, 0.9)},
 }
 
 
@@ -75,31 +64,41 @@ def model(tmp_path_factory) -> Path:
     return tiny.save_tiny(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
-    ("recipe", "lag"),
-    [("grpo", 16), ("topr", 64), ("reinforce", 0), ("cispo", 0), ("dapo", None)],
-    ids=["area lost", "holds", "area lost at first", "a seed dies", "not measured"],
-)
-def test_recipe_holds_up_to_the_last_lag_before_one_at_which_it_does_not(recipe, lag):
-    assert held_lag(recipe) == lag
-
-
-@pytest.mark.usefixtures("table")
-@pytest.mark.parametrize(
-    ("staleness", "lag", "recipes"),
+    ("staleness", "recipes", "rate"),
     [
-        (3, 4, ["grpo"]),
-        (9, 16, ["asymre", "vespo"]),
-        (17, 64, ["dppo_tv", "topr"]),
-        (100, 64, ["dppo_tv", "topr"]),
+        (0, ("grpo",), "f"),
+        (4, ("grpo",), "f"),
+        (5, ("prime_rl",), "f / 3"),
+        (64, ("prime_rl", "rec_one_side_nois_wide"), "f / 3"),
+        (65, ("rec_one_side_nois_wide", "prime_rl"), "f / 3"),
     ],
-    ids=["one was measured", "below most", "between two", "beyond all"],
 )
-def test_recipes_that_hold_are_ordered_by_living_rates_then_by_what_they_keep_for_certain(
-    staleness, lag, recipes
-):
-    assert recipes_that_hold(staleness) == (lag, recipes)
+def test_advice_is_that_of_the_oldest_samples(staleness, recipes, rate):
+    advice = advice_for(staleness)
+    assert (advice.recipes, advice.rate) == (recipes, rate)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("recipe", "staleness", "lag"),
+    [("grpo", 3, 16), ("grpo", 17, 64), ("grpo", 100, 64), ("topr", 17, 16), ("dapo", 3, None)],
+    ids=["below all", "between two", "beyond all", "fewer lags", "not measured"],
+)
+def test_nearest_lag_is_the_smallest_that_is_not_below(recipe, staleness, lag):
+    assert nearest_lag(recipe, staleness) == lag
+
+
+@pytest.mark.usefixtures("table")
+def test_kept_areas_have_their_intervals_if_there_is_one():
+    assert kept_text("grpo", 64) == "82 ± 2 % on chain, 29 % on gamble"
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(1e-4, "f / 10"), (3e-4, "f / 3"), (1e-3, "f"), (3e-3, "3 f")]
+)
+def test_learning_rates_are_shares_of_the_best_fresh_one(rate, text):
+    assert rate_text(rate) == text
 
 
 def dry_run(model: Path, loss: JsonObject, constant_lag: int) -> str:
@@ -116,37 +115,39 @@ def dry_run(model: Path, loss: JsonObject, constant_lag: int) -> str:
 
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
-    ("loss", "constant_lag", "note"),
+    ("loss", "constant_lag", "recipes", "lag"),
     [
-        (
-            {"recipe": "grpo"},
-            20,
-            "but grpo was measured to hold only up to 16; dppo_tv and topr held at 64",
-        ),
-        ({"recipe": "topr"}, 80, "but topr was measured only up to 64, where it holds (docs"),
-        ({"recipe": "reinforce"}, 9, "and reinforce did not hold at 16, the smallest lag"),
+        ({"recipe": "grpo"}, 20, "prime_rl or rec_one_side_nois_wide", "at lag 64"),
+        ({"recipe": "grpo"}, 80, "rec_one_side_nois_wide or prime_rl", None),
+        ({"recipe": "topr"}, 9, "prime_rl", "at lag 16"),
+        ({"recipe": "prime_rl"}, 9, "prime_rl", None),
+        ({"recipe": "grpo", "epsilon_high": 0.3}, 9, "prime_rl", None),
+        ({"recipe": "dapo"}, 9, "prime_rl", None),
     ],
-    ids=["beyond", "beyond what was measured", "never held"],
+    ids=[
+        "another recipe is advised",
+        "the advised one was not measured",
+        "measured at the nearest lag",
+        "the advised recipe",
+        "another loss",
+        "not measured",
+    ],
 )
-def test_dry_run_says_that_samples_become_staler_than_the_recipe_holds(
-    model, loss, constant_lag, note
+def test_dry_run_advises_a_recipe_and_a_rate_for_stale_samples(
+    model, loss, constant_lag, recipes, lag
 ):
-    text = dry_run(model, loss, constant_lag)
-    assert f"staleness reaches {constant_lag} updates, {note}" in text
+    lines = dry_run(model, loss, constant_lag).splitlines()
+    (advice,) = (line for line in lines if "updates old" in line)
+    assert f"up to {constant_lag} updates old: start with {recipes} at f / 3" in advice
+    comparisons = [line for line in lines if " kept " in line]
+    assert [f"{lag} and f / 3 {loss['recipe']} kept" in line for line in comparisons] == (
+        [] if lag is None else [True]
+    )
 
 
 @pytest.mark.usefixtures("table")
-@pytest.mark.parametrize(
-    ("loss", "constant_lag"),
-    [
-        ({"recipe": "grpo"}, 16),
-        ({"recipe": "grpo", "epsilon_high": 0.3}, 20),
-        ({"recipe": "dapo"}, 20),
-    ],
-    ids=["as stale as it holds", "another loss", "not measured"],
-)
-def test_dry_run_says_nothing_where_nothing_was_measured_to_fail(model, loss, constant_lag):
-    assert "staleness reaches" not in dry_run(model, loss, constant_lag)
+def test_dry_run_advises_nothing_for_nearly_fresh_samples(model):
+    assert "updates old" not in dry_run(model, {"recipe": "grpo"}, 4)
 
 
 def test_dry_run_says_that_the_run_is_shorter_than_the_lag(model):
@@ -156,17 +157,17 @@ def test_dry_run_says_that_the_run_is_shorter_than_the_lag(model):
 
 
 @pytest.mark.usefixtures("table")
-def test_recipes_show_the_lag_that_they_held():
+def test_recipes_show_what_they_keep_and_where_they_live():
     text = StringIO()
     console = Console(file=text, width=200)
     show_recipes(console)
-    lines = text.getvalue().splitlines()
-    columns = {line.split()[0]: line.split()[1] for line in lines if len(line.split()) > 2}
-    assert (columns["grpo"], columns["topr"], columns["reinforce"]) == ("16", "64", "<16")
+    columns = {line.split()[0]: line.split()[1:3] for line in text.getvalue().splitlines() if line}
+    assert columns["grpo"] == ["82", "29"]
+    assert columns["topr"][0] == "α"  # not measured at that lag
     show_recipe("grpo", console)
     assert (
-        "lag 64: does not hold (area kept: chain 90 % at 3e-4, gamble 40 % at 3e-4)"
-        in text.getvalue()
+        "lag 64: keeps 82 ± 2 % on chain, 29 % on gamble, ends at 98 and 50 %; "
+        "lives up to f (KL 0.031) and no rate" in " ".join(text.getvalue().split())
     )
 
 
@@ -177,7 +178,7 @@ def methods():
 
 @pytest.fixture(scope="module")
 def records(methods):
-    return load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
+    return load_records(RESULTS, {table: load_methods(table) for table in get_args(Table)})
 
 
 @pytest.mark.experiments
@@ -254,6 +255,8 @@ def test_order_of_a_language_model_is_compared_lag_by_lag(language_model_record,
         "1.00 (3)",
     ]
     table = language_model_table(records, methods, language_model_record)
-    assert "| 64 | `grpo` | 2e-5 | 50 ± 127 | 30 | 90 ± 0 | 50 ± 127 | 0.050 | 2 |" in table
+    assert (
+        "| 64 | `grpo` | 2e-5 | 50 (40, 60) | 30 | 90 (90, 90) | 50 (40, 60) | 0.050 | 2 |" in table
+    )
     assert "| 64 | `topr` | 6e-6 | 70 |" in table
     assert "| 64 | `topr` | 2e-5 | 10 |" in table

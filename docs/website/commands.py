@@ -116,7 +116,7 @@ EXAMPLES = [
         "list the losses",
         r".*\S",
         count=6,
-        note="*held* is the largest staleness, in updates, at which the loss held.",
+        note="*kept* is the area under the learning curve with samples 64 updates old, on two tasks.",
     ),
     Example(
         "recipes dapo",

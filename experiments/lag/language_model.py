@@ -137,7 +137,12 @@ def methods_by_recipe(methods: Mapping[str, Method]) -> dict[str, str]:
 
 
 def _interval(runs: Runs, measure: str) -> str:
-    """The mean in percent, ± half the 95 % interval if there are two seeds or more."""
-    interval = Interval.of([run[measure] for run in runs])
-    half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
-    return f"{100 * interval.mean:.0f}{half}"
+    """The mean in percent: of two seeds with both values, of more ± half the 95 % interval."""
+    values = [run[measure] for run in runs]
+    interval = Interval.of(values)
+    mean = f"{100 * interval.mean:.0f}"
+    if interval.half is None:
+        return mean
+    if len(values) == 2:
+        return f"{mean} ({', '.join(f'{100 * value:.0f}' for value in sorted(values))})"
+    return f"{mean} ± {100 * interval.half:.0f}"

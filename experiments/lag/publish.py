@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from lagrpo.core.recipes import needs_of
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings import lag_table
-from lagrpo.settings.lag_table import FILE, TASKS
+from lagrpo.settings.lag_table import ADVICE, FILE, SHARED_RATE, TASKS, Advice
 from lagrpo.study.statistics import Interval
 
 from .language_model import (
@@ -26,6 +27,7 @@ from .language_model import (
 )
 from .methods import Method
 from .plan import VARIANT_RATES
+from .rates import controls_table, judge_rules, rules_sentence
 from .records import Record, RunKey
 from .report import (
     Cell,
@@ -39,12 +41,16 @@ from .report import (
     write_figure,
 )
 from .verdicts import (
+    NOT_RUN,
     agreement_table,
     all_tasks_sentences,
     all_tasks_table,
+    better_on_both_sentence,
+    claims_table,
+    compare_with_baseline,
+    minus_baseline_table,
     on_all_tasks,
     variants_table,
-    verdicts_table,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -52,32 +58,36 @@ DOCS = ROOT / "docs"
 FIGURE = DOCS / "images" / "lag.png"
 PACKAGE_TABLE = Path(lag_table.__file__).parent / FILE
 BLOCKS_OF_PAGES = {
-    DOCS / "off-policy.md": ("expectations",),
+    DOCS / "off-policy.md": ("advice", "rules", "expectations"),
     ROOT / "reports" / "staleness.md": (
         "table",
-        "verdicts",
+        "differences",
         "tasks",
         "learning rates",
         "schedules",
         "agreement",
         "variants",
         "language model",
+        "controls",
+        "claims",
     ),
 }
 """The parts of each page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
 SCHEDULES_LAG = 64
 """the largest age of the schedules that are compared"""
-EXPECTATIONS = (
-    (0, "stale_reinforce"),
-    (16, "prime_rl"),
-    (16, "grpo"),
-    (64, "prime_rl"),
-    (64, "grpo"),
-    (256, "rec_one_side_nois_wide"),
-    (256, "grpo"),
+EXPECTATIONS: tuple[tuple[Column, str], ...] = (
+    (("constant", 0), "stale_reinforce"),
+    (("sawtooth", 15), "prime_rl"),
+    (("sawtooth", 15), "grpo"),
+    (("constant", 16), "prime_rl"),
+    (("constant", 16), "grpo"),
+    (("constant", 64), "prime_rl"),
+    (("constant", 64), "grpo"),
+    (("constant", 256), "rec_one_side_nois_wide"),
+    (("constant", 256), "grpo"),
 )
-"""Lag and method of the rows that docs/off-policy.md shows beside its advice."""
+"""Schedule and method of the rows that docs/off-policy.md shows beside its advice."""
 RECOMMENDED = "prime_rl"
 
 Records = Mapping[RunKey, Record]
@@ -111,7 +121,8 @@ def package_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> 
         by_lag: dict[int, dict[str, Any]] = {}
         for task in TASKS:
             for lag, cell in constant_lags(cells[task], method.same_as or method.name):
-                by_lag.setdefault(lag, {})[task] = _measured(cell)
+                if lag > 0:
+                    by_lag.setdefault(lag, {})[task] = _measured(cell)
         lines = [f'  "{lag}": {json.dumps(by_lag[lag])}' for lag in sorted(by_lag)]
         if lines:
             recipes.append(f' "{method.recipe_name}": {{\n' + ",\n".join(lines) + "\n }")
@@ -128,13 +139,14 @@ def constant_lags(cells: Cells, method: str) -> list[tuple[int, Cell]]:
 
 
 def _measured(cell: Cell) -> dict[str, Any]:
-    interval = Interval.of(list(cell.best.values()))
+    interval = Interval.of(list(cell.kept(SHARED_RATE).values()))
+    living_rate = cell.highest_living_rate
     return {
         "kept": round(interval.mean, 4),
         "half_interval": None if interval.half is None else round(interval.half, 4),
-        "seeds": len(cell.best),
-        "best_learning_rate": cell.best_rate,
-        "living_learning_rates": cell.living_rates,
+        "final": round(fmean(cell.final(SHARED_RATE).values()), 4),
+        "living_rate": living_rate,
+        "kl": None if living_rate is None else round(cell.kl(living_rate), 4),
     }
 
 
@@ -146,7 +158,10 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     labels = {method.name: method.label for method in methods.values()}
     on_tasks = on_all_tasks(records, RECOMMENDED, SCHEDULES_LAG)
+    comparisons = compare_with_baseline(cells, labels, LAGS)
     return {
+        "advice": advice_table(ADVICE),
+        "rules": rules_sentence(judge_rules(cells)),
         "expectations": "\n\n".join(
             [
                 expectations_table(cells, methods),
@@ -154,7 +169,12 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
             ]
         ),
         "table": page_table(cells, methods),
-        "verdicts": verdicts_table(cells, labels, LAGS),
+        "differences": "\n\n".join(
+            [
+                better_on_both_sentence(comparisons, LAGS),
+                minus_baseline_table(comparisons, labels, LAGS),
+            ]
+        ),
         "tasks": all_tasks_table(on_tasks),
         "learning rates": learning_rates_table(cells, methods),
         "schedules": schedules_table(records, methods),
@@ -163,6 +183,8 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
         ),
         "language model": language_model_table(records, methods),
         "variants": variants_table(records, labels),
+        "controls": controls_table(records),
+        "claims": claims_table(cells, labels, SHARED_RATE),
     }
 
 
@@ -175,22 +197,55 @@ def with_block(page: str, name: str, text: str) -> str:
     return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
 
 
+def advice_table(rows: Sequence[Advice]) -> str:
+    """A row for each staleness: the loss and the learning rate to start with."""
+    table = [["your samples", "loss", "learning rate to start with"]]
+    for advice in rows:
+        losses = " or ".join(f"`{name}`" for name in advice.recipes)
+        if advice.more:
+            losses += f", and {advice.more} if you can"
+        age = "older"
+        if advice is rows[0]:
+            age = f"fresh, or up to {advice.staleness} updates old"
+            losses += ", or the loss that you use"
+        elif advice.staleness is not None:
+            age = f"up to {advice.staleness} updates old, as with `sync_every` up to "
+            age += str(advice.staleness + 1)
+        rate = f"{advice.rate}, the best rate with fresh samples" if age[0] == "f" else advice.rate
+        table.append([age, losses, rate])
+    links = "[another engine](#correct-for-another-engine), [offline](#train-on-offline-data)"
+    return markdown_table([*table, ["from another engine, or offline", links, ""]])
+
+
 def expectations_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
-    """A row for each of EXPECTATIONS: area kept, and the measures of the language model.
+    """A row for each of EXPECTATIONS: area kept, score at the end, and the language model.
 
     A cell has the value at a third of the best learning rate with fresh samples, then at that rate.
     """
-    head = ["lag", "loss", *(f"area kept on `{task}`" for task in TASKS)]
+    head = ["ages", "loss"]
+    for task in TASKS:
+        head += [f"area kept on `{task}`", f"end of `{task}`"]
     rows = [[*head, *(f"SmolLM2-135M, {words}" for words in MEASURES.values())]]
     language_model_cells = load_cells()
-    for lag, name in EXPECTATIONS:
+    for column, name in EXPECTATIONS:
+        if not all((name, column) in cells[task] for task in TASKS):
+            continue
+        kind, lag = column
         method = methods[name]
         # With fresh samples, the loss without any correction is plain REINFORCE.
-        row = [str(lag), "REINFORCE" if lag == 0 else method.label]
+        row = [
+            str(lag) if kind == "constant" else f"0 to {lag}",
+            "REINFORCE" if lag == 0 else method.label,
+        ]
         for task in TASKS:
-            row.append(both_rates_text(cells[task].get((name, ("constant", lag)))))
+            cell = cells[task].get((name, column))
+            row += [both_rates_text(cell, Cell.kept), both_rates_text(cell, Cell.final)]
         for measure in MEASURES:
-            row.append(at_both_rates(language_model_cells, method.recipe_name, lag, measure))
+            if kind == "constant":
+                text = at_both_rates(language_model_cells, method.recipe_name, lag, measure)
+            else:
+                text = NOT_RUN
+            row.append(text)
         rows.append(row)
     return markdown_table(rows)
 
@@ -198,8 +253,8 @@ def expectations_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]
 def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
     """A row per method.
 
-    Area kept, stable learning rates (every seed lives), area kept at one rate, needs, programs that
-    ship it, source.
+    Area kept and score at the end, stable learning rates (every seed lives), area kept at one rate,
+    needs, programs that ship it, source.
     """
     head = ["loss"]
     head += [f"{task} {lag}" for task in TASKS for lag in LAGS]
@@ -207,7 +262,8 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
     rows = [head]
     for method, largest_lag in ranked(cells, methods):
         row = [method.label]
-        row += [cell_text(cells[task], method, ("constant", lag)) for task in TASKS for lag in LAGS]
+        for task, lag in product(TASKS, LAGS):
+            row.append(cell_text(cells[task], method, ("constant", lag), with_final=True))
         row.append(living_rates_text(cells, method, largest_lag))
         row.append(one_rate_text(cells, method, largest_lag))
         row.append(", ".join(needs_of(method.recipe)) or "–")
@@ -270,12 +326,15 @@ def ranked(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> list[tu
     return [(method, lag) for (lag, _), method in ranks]
 
 
-def cell_text(cells: Cells, method: Method, column: Column) -> str:
-    """The area kept by a method, or a dash."""
+def cell_text(cells: Cells, method: Method, column: Column, *, with_final: bool = False) -> str:
+    """The area kept by a method, and the score at the end if it is asked for, or a dash."""
     cell = cells.get((method.name, column))
     if cell is None:
-        return "–"
-    return area_text(cell, is_best=method.name in leaders(cells, column))
+        return NOT_RUN
+    text = area_text(cell, is_best=method.name in leaders(cells, column))
+    if with_final:
+        text += f", {100 * fmean(cell.final(cell.best_rate).values()):.0f}"
+    return text
 
 
 def largest_common_lag(cells: Mapping[str, Cells], method: Method) -> tuple[int, float] | None:
@@ -291,15 +350,17 @@ def largest_common_lag(cells: Mapping[str, Cells], method: Method) -> tuple[int,
     return None
 
 
-def both_rates_text(cell: Cell | None) -> str:
-    """The areas kept at VARIANT_RATES, the lower rate first. †: a seed dies there."""
+def both_rates_text(
+    cell: Cell | None, measure: Callable[[Cell, float], Mapping[int, float]] = Cell.kept
+) -> str:
+    """A measure in percent at VARIANT_RATES, the lower rate first. †: a seed dies there."""
     if cell is None:
-        return "–"
+        return NOT_RUN
     texts = []
     for rate in VARIANT_RATES:
-        area = fmean(cell.kept(rate).values())
+        mean = fmean(measure(cell, rate).values())
         mark = "" if rate in cell.living_rates else " †"
-        texts.append(f"{100 * area:.0f}{mark}")
+        texts.append(f"{100 * mean:.0f}{mark}")
     return " / ".join(texts)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import correlation, fmean
 
@@ -57,6 +58,8 @@ class Cell:
     """learning rate -> seed -> record"""
     reference: float
     """area of the best method at lag 0"""
+    reference_final: float
+    """score at the end of the best method at lag 0"""
     updates: int
 
     def kept(self, rate: float) -> dict[int, float]:
@@ -100,6 +103,21 @@ class Cell:
         """The area kept at the best learning rate by seed."""
         return self.kept(self.best_rate)
 
+    def final(self, rate: float) -> dict[int, float]:
+        """The score at the end at a learning rate by seed, 1 for that of the best at lag 0."""
+        return {
+            seed: record.final_score(self.updates) / self.reference_final
+            for seed, record in self.by_rate[rate].items()
+        }
+
+    def kl(self, rate: float) -> float:
+        """The mean KL(alpha || pi) of the runs at a learning rate, nats per token."""
+        return fmean(record.diagnostics["kl"] for record in self.by_rate[rate].values())
+
+    def deaths(self, rate: float) -> float:
+        """The share of the runs at a learning rate that die."""
+        return fmean(record.dies(self.updates) for record in self.by_rate[rate].values())
+
     @property
     def final_scores(self) -> dict[int, float]:
         """The score at the end of the run, at the best learning rate, by seed."""
@@ -109,11 +127,13 @@ class Cell:
     @property
     def living_rates(self) -> list[float]:
         """The learning rates at which no seed dies."""
-        return [
-            rate
-            for rate, runs in sorted(self.by_rate.items())
-            if not any(record.dies(self.updates) for record in runs.values())
-        ]
+        return [rate for rate in sorted(self.by_rate) if self.deaths(rate) == 0]
+
+    @property
+    def highest_living_rate(self) -> float | None:
+        """The highest learning rate at which no seed dies, nor at a lower one."""
+        living_rates = list(takewhile(lambda rate: self.deaths(rate) == 0, sorted(self.by_rate)))
+        return living_rates[-1] if living_rates else None
 
 
 Column = tuple[str, int]
@@ -149,19 +169,24 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
     # Runs at lag 0 are longer, as the reference of long runs; their own column is cut to this.
     shortest = min(record.updates for record in selected)
     cells = {}
-    reference_by_length: dict[int, float] = {}
+    reference_by_length: dict[int, tuple[float, float]] = {}
     for key, rates in by_cell.items():
         kind_and_lag = key[1]
         length = next(iter(next(iter(rates.values())).values())).updates
         updates = shortest if kind_and_lag[1] == 0 else length
         if updates not in reference_by_length:
             reference_by_length[updates] = _reference(at_lag_0, updates)
-        cells[key] = Cell(rates, reference_by_length[updates], updates)
+        area, final = reference_by_length[updates]
+        cells[key] = Cell(rates, area, final, updates)
     return cells
 
 
-def _reference(at_lag_0: Mapping[tuple[str, float], Sequence[Record]], updates: int) -> float:
-    """The area of the best method at lag 0, at its best learning rate at which no seed dies.
+def _reference(
+    at_lag_0: Mapping[tuple[str, float], Sequence[Record]], updates: int
+) -> tuple[float, float]:
+    """The largest area and the highest score at the end of all methods at lag 0.
+
+    Each is that of a method at the best learning rate for it at which no seed dies.
 
     `at_lag_0` has the runs by method and learning rate. A longer run has a larger mean score, so
     they are cut to the length of those that are compared.
@@ -173,7 +198,9 @@ def _reference(at_lag_0: Mapping[tuple[str, float], Sequence[Record]], updates: 
     references = {key: runs for key, runs in living.items() if key[0] in REFERENCE_METHODS}
     # A small table may have none of the methods that others are compared with, and one seed.
     references = references or living or at_lag_0
-    return max(fmean(run.gain(updates) for run in runs) for runs in references.values())
+    area = max(fmean(run.gain(updates) for run in runs) for runs in references.values())
+    final = max(fmean(run.final_score(updates) for run in runs) for runs in references.values())
+    return area, final
 
 
 def leaders(cells: Cells, column: Column) -> set[str]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
-from typing import Literal
+from typing import Literal, TypeVar
 
+from lagrpo.core.estimators import student_probability, student_quantile
 from lagrpo.settings.lag_table import TASKS
-from lagrpo.study.statistics import Verdict
+from lagrpo.study.statistics import CONFIDENCE, Verdict
 
 from .ages import Kind
 from .methods import Table
@@ -30,6 +32,7 @@ from .report import (
 from .tasks import TASKS as ALL_TASKS
 
 Records = Mapping[RunKey, Record]
+Key = TypeVar("Key")
 Word = Literal["better", "worse", "undecided"]
 WORDS: dict[str, Word] = {
     "supported": "better",
@@ -84,67 +87,6 @@ STARTS = {
 # Better or worse than plain GRPO
 
 
-def verdicts_table(
-    cells: Mapping[str, Cells], labels: Mapping[str, str], lags: Sequence[int]
-) -> str:
-    """A row for each lag and pair of verdicts on the two tasks, with the losses that have it.
-
-    Only losses that were run on both tasks at a lag are listed. `labels` has the text of each
-    method.
-    """
-    rows = [["lag", "against `grpo`", "losses"]]
-    for lag in lags:
-        by_summary = _methods_by_summary(cells, labels, lag)
-        for summary in SUMMARIES:
-            methods = by_summary.get(summary, [])
-            if methods:
-                rows.append([str(lag), summary, ", ".join(labels[name] for name in methods)])
-    return markdown_table(rows)
-
-
-SUMMARIES = (
-    "better on both tasks",
-    "better on `gamble`, undecided on `chain`",
-    "better on `chain`, undecided on `gamble`",
-    "better on `gamble`, worse on `chain`",
-    "better on `chain`, worse on `gamble`",
-    "undecided on both",
-    "worse on one task, undecided on the other",
-    "worse on both tasks",
-)
-
-
-def _methods_by_summary(
-    cells: Mapping[str, Cells], names: Iterable[str], lag: int
-) -> dict[str, list[str]]:
-    column = ("constant", lag)
-    by_summary: dict[str, list[str]] = {}
-    for name in names:
-        verdicts = {task: verdict_on(cells[task], name, column) for task in TASKS}
-        outcomes: dict[str, Word] = {
-            task: WORDS[verdict.outcome]
-            for task, verdict in verdicts.items()
-            if verdict is not None
-        }
-        if name != BASELINE and len(outcomes) == len(TASKS):
-            summary = _summary(outcomes["chain"], outcomes["gamble"])
-            by_summary.setdefault(summary, []).append(name)
-    return by_summary
-
-
-def _summary(on_chain: Word, on_gamble: Word) -> str:
-    if on_chain == on_gamble:
-        return "undecided on both" if on_chain == "undecided" else f"{on_chain} on both tasks"
-    if on_gamble == "better":
-        return f"better on `gamble`, {on_chain} on `chain`"
-    if on_chain == "better":
-        return f"better on `chain`, {on_gamble} on `gamble`"
-    return "worse on one task, undecided on the other"
-
-
-# One loss on all tasks
-
-
 @dataclass(frozen=True, slots=True)
 class AgainstBaseline:
     """A method against plain GRPO on a task, both at their best learning rates."""
@@ -154,6 +96,128 @@ class AgainstBaseline:
     """on the areas kept"""
     final: Verdict
     """on the scores at the end"""
+
+
+Comparisons = Mapping[tuple[str, str, int], AgainstBaseline]
+"""by method, task and constant lag"""
+
+
+def compare_with_baseline(
+    cells: Mapping[str, Cells], names: Iterable[str], lags: Sequence[int]
+) -> Comparisons:
+    """Each method but plain GRPO against it, on each task and at each lag that both were run at."""
+    comparisons = {}
+    for name, task, lag in product(names, TASKS, lags):
+        area = verdict_on(cells[task], name, ("constant", lag))
+        final = final_verdict_on(cells[task], name, ("constant", lag))
+        if name != BASELINE and area is not None and final is not None:
+            comparisons[name, task, lag] = AgainstBaseline(task, area, final)
+    return comparisons
+
+
+def p_value(verdict: Verdict) -> float:
+    """The two-sided p of Student's t test that the mean difference is 0; 1 for a single seed."""
+    difference = verdict.difference
+    if difference is None or difference.half is None:
+        return 1.0
+    if difference.half == 0:
+        # Identical differences: `judge` decides whether they are enough.
+        return 1.0 if verdict.outcome == "inconclusive" else 0.0
+    degrees = difference.n - 1
+    t = abs(difference.mean) / difference.half * student_quantile(degrees, CONFIDENCE)
+    return 1 - student_probability(t, degrees)
+
+
+def holm(p_values: Mapping[Key, float], level: float = 0.05) -> set[Key]:
+    """The hypotheses that Holm's procedure rejects: at `level` not even one of all is wrong."""
+    rejected = set()
+    for rank, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        if p_values[key] > level / (len(p_values) - rank):
+            break
+        rejected.add(key)
+    return rejected
+
+
+def minus_baseline_table(
+    comparisons: Comparisons, labels: Mapping[str, str], lags: Sequence[int]
+) -> str:
+    """A row per loss: points above plain GRPO by area kept / by score at the end.
+
+    Bold: decided with Holm's correction over all areas, or over all scores at the end. `labels` has
+    the text of each method.
+    """
+    decided_areas = holm({key: p_value(item.area) for key, item in comparisons.items()})
+    decided_finals = holm({key: p_value(item.final) for key, item in comparisons.items()})
+    rows = [["loss minus `grpo`", *(f"{task} {lag}" for task in TASKS for lag in lags)]]
+    for name, label in labels.items():
+        row = [label]
+        for task, lag in product(TASKS, lags):
+            key = name, task, lag
+            if key not in comparisons:
+                row.append(NOT_RUN)
+                continue
+            area = _points_text(comparisons[key].area, is_decided=key in decided_areas)
+            final = _points_text(comparisons[key].final, is_decided=key in decided_finals)
+            row.append(f"{area} / {final}")
+        if set(row[1:]) != {NOT_RUN}:
+            rows.append(row)
+    return markdown_table(rows)
+
+
+def _points_text(verdict: Verdict, *, is_decided: bool) -> str:
+    assert verdict.difference is not None
+    text = f"{100 * verdict.difference.mean:+.0f}".replace("-", "−")
+    return f"**{text}**" if is_decided else text
+
+
+def better_on_both_sentence(comparisons: Comparisons, lags: Sequence[int]) -> str:
+    """The numbers of losses that beat plain GRPO on both tasks, with Holm's correction."""
+    names = {name for name, _, _ in comparisons}
+    parts = []
+    for measure in "area", "final":
+        decided = holm({key: p_value(getattr(item, measure)) for key, item in comparisons.items()})
+        better = {
+            key for key in decided if getattr(comparisons[key], measure).outcome == "supported"
+        }
+        counts = [
+            str(sum(all((name, task, lag) in better for task in TASKS) for name in names))
+            for lag in lags
+        ]
+        parts.append(" / ".join(counts))
+    return (
+        f"With Holm's correction over {len(comparisons)} comparisons, {parts[0]} of "
+        f"{len(names)} losses keep more than `{BASELINE}` on both tasks at lags "
+        f"{' / '.join(map(str, lags))}. {parts[1]} end higher on both."
+    )
+
+
+# Claims of the papers
+
+CLAIMS = (
+    ("m2po", 256, "loses nothing at lag 256, 1.7B to 32B (2510.01161)"),
+    ("oapl", 256, "learns at lag 400 (2602.19362)"),
+    ("vespo", 64, "stable at lag 64, where GRPO and SAPO collapse at 4 (2602.10693)"),
+    ("dppo_tv", 64, "stable where importance weights and CISPO collapse (2602.04879)"),
+    ("rec_one_side_nois_wide", 64, "a wide range learns more with stale samples (2509.24203)"),
+    ("seq_tis_ess", 64, "a rate scaled by ESS prevents a collapse (2602.17616)"),
+    ("a3po", 64, "as good as decoupled PPO, 1.8 times as fast (2512.06547)"),
+    ("prime_rl", 16, "the default of prime-rl, used at lags of 1 to 4 (2602.04879)"),
+)
+"""Method, the lag at which it is compared here, and what its authors report."""
+
+
+def claims_table(cells: Mapping[str, Cells], labels: Mapping[str, str], rate: float) -> str:
+    """A row for each of CLAIMS: what its authors report, and area and KL here at one rate."""
+    rows = [["loss", "theirs", "lag here", "area kept here", "KL there"]]
+    for name, lag, text in CLAIMS:
+        at_lag = [cells[task][name, ("constant", lag)] for task in TASKS]
+        kept = " and ".join(f"{100 * fmean(cell.kept(rate).values()):.0f}" for cell in at_lag)
+        kl = " and ".join(f"{cell.kl(rate):.2g}" for cell in at_lag)
+        rows.append([labels[name], text, str(lag), kept.replace("-", "−"), kl])
+    return markdown_table(rows)
+
+
+# One loss on all tasks
 
 
 def on_all_tasks(records: Records, method: str, lag: int) -> list[AgainstBaseline]:

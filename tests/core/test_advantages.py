@@ -24,6 +24,7 @@ from lagrpo.core.advantages import (
     overlong_penalty,
     red_drop,
     sigma,
+    sign_balanced,
     zero_variance,
 )
 
@@ -36,6 +37,7 @@ OF_GROUPS = [
     maxrl,
     log_mean_exp,
     red_drop,
+    sign_balanced,
 ]
 OF_BATCHES = [batch_scaled, batch_whitened]
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9).map(
@@ -101,6 +103,20 @@ def test_maxrl_of_a_group_with_a_mean_that_is_not_positive_is_zero():
     assert of_group(maxrl, [-1.0, 1.0]).tolist() == [0.0, 0.0]
     # Rounding leaves a mean of 9e-18.
     assert of_group(maxrl, double([0.1, 0.2, -0.3])).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        pytest.param([1.0, 0.0, 0.0, 0.0], [1.0, -1 / 3, -1 / 3, -1 / 3], id="one right"),
+        pytest.param([1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, -3.0], id="one wrong"),
+        pytest.param([0.0, 0.0], [0.0, 0.0], id="equal"),
+        # The mean is .5, up to rounding: that completion is neither.
+        pytest.param([0.9, 0.5, 0.1], [1.0, 0.0, -1.0], id="graded"),
+    ],
+)
+def test_sign_balanced_gives_each_sign_the_same_weight(rewards, expected):
+    assert_close(of_group(sign_balanced, double(rewards)), double(expected))
 
 
 def test_normalized_unbiased_divides_by_the_sample_deviation_plus_an_offset():

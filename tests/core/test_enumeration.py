@@ -112,7 +112,7 @@ TIMES_GRAD_J = {
 }
 OTHERWISE = {
     *("red_weight", "opmd_kimi"),
-    *("opmd_pairwise", "tba", "online_dpo", "online_ipo"),  # compare completions of a group
+    *("opmd_pairwise", "tba", "online_dpo", "online_ipo", "gepo"),  # compare a group's completions
     "grpo_top_entropy",  # keeps some tokens only
 }
 
@@ -176,6 +176,10 @@ def largest_k3() -> Tensor:
     return (RHO - 1 - RHO.log()).view(9, 2).amax(dim=1)[COMPLETION_T]
 
 
+def mean_of_completion(values_T: Tensor) -> Tensor:
+    return values_T.view(9, 2).mean(dim=1)[COMPLETION_T]
+
+
 def of_m2po(tau: float) -> Tensor:
     """rho, but 0 at the outward tokens with the largest (log rho)^2: taken away one by one, as in
     the paper."""
@@ -205,6 +209,14 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     "seq_tis": S.clamp(max=8.0),
     "opsm": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))) * ~(DOWN & (S.log() / 2 < 0.0)),
     "trm": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))) * (largest_k3() <= 0.05),
+    "carm": RHO
+    * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8)))
+    * (mean_of_completion(RHO.log().abs()) <= 0.1823),
+    # The geometric mean of ratios, each cut where A points.
+    "gmpo": mean_of_completion(
+        torch.where(UP, RHO.log().clamp(max=0.4), RHO.log().clamp(min=-0.4))
+    ).exp()
+    * ~((UP & (RHO.log() > 0.4)) | (DOWN & (RHO.log() < -0.4))),
     "positive_only": torch.ones(18, dtype=torch.float64),
     "topr_token": torch.where(UP, 1.0, RHO.clamp(max=1.0)),
     "asymmetric_cap": torch.where(UP, RHO, RHO.clamp(max=1.0)),
@@ -233,6 +245,8 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
         ("seq_tis", 0.0000, 1.0000),
         ("opsm", 1.2351, -0.0339),
         ("trm", 0.6067, 0.8092),
+        ("carm", 0.6274, 0.7805),
+        ("gmpo", 0.2554, 0.9807),
         ("positive_only", 0.4724, 0.9300),
         ("topr_token", 0.3814, 0.9525),
         ("asymmetric_cap", 0.6001, 0.8841),

@@ -9,11 +9,11 @@ from losses import at_ratios, gradient_of, inputs, random_inputs, with_statistic
 from torch import tensor
 from torch.testing import assert_close
 
-from lagrpo.core.filters import finished_only, opsm, seq_max_k3, top_entropy
+from lagrpo.core.filters import carm, finished_only, opsm, seq_max_k3, top_entropy
 from lagrpo.core.inputs import concatenate, without_gradient
 from lagrpo.core.recipes import resolve
 
-FILTERS = ["opsm", "seq_max_k3", "finished_only", "top_entropy", "clip_cov", "m2po"]
+FILTERS = ["opsm", "seq_max_k3", "carm", "finished_only", "top_entropy", "clip_cov", "m2po"]
 
 
 # OPSM (arXiv 2512.02556)
@@ -56,6 +56,18 @@ def test_seq_max_k3_is_the_same_for_tokens_that_have_become_rarer():
         value = ratio - log(ratio) - 1
         assert seq_max_k3(at_ratios([ratio]), delta=value + 1e-9).tolist() == [True]
         assert seq_max_k3(at_ratios([ratio]), delta=value - 1e-9).tolist() == [False]
+
+
+# CARM (arXiv 2610.02039)
+
+
+@pytest.mark.parametrize(("delta", "stays"), [(0.3001, True), (0.2999, False)])
+@pytest.mark.parametrize("A", [-1.0, 1.0])
+def test_carm_bounds_the_mean_distance_of_log_ratios_which_do_not_cancel(A, delta, stays):
+    """log rho = (.3, -.3): the mean is 0, that of its size .3."""
+    log_ratio_T = tensor([0.3, -0.3, 0.0], dtype=torch.float64)
+    x = inputs(log_ratio_T, torch.zeros(3).double(), A=[A, A], completion=[0, 0, 1])
+    assert carm(x, delta=delta).tolist() == [stays, stays, True]
 
 
 # Completions that were cut

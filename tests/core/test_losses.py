@@ -17,6 +17,8 @@ from lagrpo.core.losses import (
     clipped_by_staleness,
     clipped_exact,
     clipped_proportional,
+    gepo,
+    gmpo,
     online_dpo,
     online_ipo,
     opmd,
@@ -279,6 +281,71 @@ def test_released_m2po_without_an_outward_token_clips_nothing():
     recipe = resolve("m2po_released")
     x = with_statistics(recipe, at_ratios([0.2, 5.0], A=[1.0, -1.0]))
     assert is_cut(x, recipe.value) == [False, False]
+
+
+# BAPO (arXiv 2510.18927)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "A", "low", "high"),
+    [
+        pytest.param([2.0, 0.5], [1.0, -1.0], 0.6, 1.2, id="1.2 against .6"),
+        # Neither a low end of .9 nor a high one below 1.5 is enough against 1.49.
+        pytest.param([2.0, 1.49], [1.0, -1.0], 0.9, 1.5, id="1.2 against 1.49"),
+        pytest.param([2.0, 0.5, 1.3], [1.0, -1.0, -1.0], 0.9, 3.0, id="2 against 2.2"),
+        pytest.param([0.5], [-1.0], 0.9, 3.0, id="no gain"),
+        pytest.param([2.0], [1.0], 0.6, 1.2, id="no loss"),
+    ],
+)
+def test_bapo_widens_its_range_until_gains_weigh_as_much_as_losses(ratios, A, low, high):
+    recipe = resolve("bapo")
+    x = with_statistics(recipe, at_ratios(ratios, A))
+    assert x.step["clipped_bapo"].tolist() == pytest.approx([low, high], abs=1e-6)
+
+
+def test_bapo_cuts_beyond_the_ends_of_its_range_and_beyond_the_dual_clip():
+    recipe = resolve("bapo")
+    # Gains: 1.2 + 3 * 1; losses: 4 + .6.
+    x = with_statistics(recipe, at_ratios([2.0, 1.0, 0.5, 4.0], [1.0, 4.0, -1.0, -1.0]))
+    assert x.step["clipped_bapo"].tolist() == pytest.approx([0.6, 1.2])
+    assert is_cut(x, recipe.value) == [True, False, True, True]
+    assert_close(recipe.value(x), tensor([1.2, 4.0, -0.6, -3.0]).double())
+
+
+# GMPO (arXiv 2507.20673) and GEPO (arXiv 2508.17850)
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "A", "mean", "cut"),
+    [
+        pytest.param((0.6, -0.1), 1.0, 0.15, [True, False], id="up beyond the range"),
+        pytest.param((0.6, -0.1), -1.0, 0.25, [False, False], id="pulled back"),
+        pytest.param((-0.6, 0.1), -1.0, -0.15, [True, False], id="down beyond the range"),
+    ],
+)
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios(log_ratios, A, mean, cut):
+    log_ratio_T = tensor(log_ratios, dtype=torch.float64).requires_grad_()
+    x = inputs(log_ratio_T, torch.zeros(2).double(), A=[A], completion=[0, 0])
+    assert_close(gmpo(x), tensor([A * exp(mean)] * 2).double())
+    # Both tokens have half of the gradient of both values.
+    expected = [0.0 if is_token_cut else A * exp(mean) for is_token_cut in cut]
+    assert_close(gradient_of(gmpo(x).sum(), x), tensor(expected).double())
+
+
+def test_gepo_compares_with_the_expectation_of_the_group():
+    """q = (.5, .25): sum q^2 / sum q = 5/12; p = (.4, .3): w = (.96, .72). The third completion is
+    a group of its own, with tokens of .64 and .25 under pi, .5 under alpha: w = .4 / .5."""
+    p = tensor([0.4, 0.3, 0.64, 0.25], dtype=torch.float64)
+    q = tensor([0.5, 0.25, 0.5, 0.5], dtype=torch.float64)
+    x = inputs(
+        p.log().requires_grad_(),
+        q.log(),
+        A=[1.0, -1.0, 2.0],
+        completion=[0, 1, 2, 2],
+        group=[3, 3, 8],
+    )
+    assert_close(gepo(x), double([0.96, -0.8, 1.6, 1.6]))
+    assert_close(gradient_of(gepo(x).sum(), x), double([0.96, 0.0, 1.6, 1.6]))
 
 
 # REINFORCE with masks, weights and regularizers

@@ -205,7 +205,8 @@ def test_every_row_has_a_formula_a_source_and_a_family():
 
 WITH_KL = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact", "grpo_two_sided"}
 PREFERENCES = {"online_dpo", "online_ipo"}
-STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
+STEP_STATISTICS = {"m2po", "m2po_released", "bapo", "grpo_top_entropy"}
+COMPARES_COMPLETIONS = {"opmd_pairwise", "tba", "gepo"} | PREFERENCES
 
 
 @pytest.mark.parametrize(
@@ -248,9 +249,7 @@ STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
             | PREFERENCES,
             id="not alpha",
         ),
-        pytest.param(
-            lambda row: row.needs_whole_groups, {"opmd_pairwise", "tba"} | PREFERENCES, id="groups"
-        ),
+        pytest.param(lambda row: row.needs_whole_groups, COMPARES_COMPLETIONS, id="groups"),
         pytest.param(lambda row: row.needs_staleness, {"a3po"}, id="staleness"),
         pytest.param(lambda row: row.needs_step_statistics, STEP_STATISTICS, id="statistics"),
         pytest.param(
@@ -263,17 +262,8 @@ STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
             lambda row: not row.skips_zero_advantage,
             WITH_KL
             | STEP_STATISTICS
-            | PREFERENCES
-            | {
-                "asymre",
-                "opmd",
-                "prime_rl",
-                "ipo_mask",
-                "opmd_kimi",
-                "opmd_pairwise",
-                "oapl",
-                "tba",
-            },
+            | COMPARES_COMPLETIONS
+            | {"asymre", "opmd", "prime_rl", "ipo_mask", "opmd_kimi", "oapl"},
             id="completions of advantage 0",
         ),
     ],
@@ -311,7 +301,8 @@ def test_completions_of_advantage_zero_have_a_gradient_unless_the_row_skips_them
     gradient_of_zeros = derivative.gradient_T[x.advantage == 0]
     if recipe.skips_zero_advantage:
         assert gradient_of_zeros.tolist() == [0.0] * len(gradient_of_zeros)
-    elif name not in STEP_STATISTICS | PREFERENCES:  # these read such completions, and push none
+    # These read such completions, and push none.
+    elif name not in STEP_STATISTICS | PREFERENCES | {"gepo"}:
         assert bool((gradient_of_zeros != 0).any())
 
 
@@ -465,6 +456,16 @@ def of_high_entropy(x: LossInputs, lengths_C: Tensor) -> Tensor:
     return x.advantage * (x.entropy >= x.entropy.quantile(0.8))
 
 
+def of_group_expectation(x: LossInputs, lengths_C: Tensor) -> Tensor:
+    """w A, w = q sum(q) / sum(q^2); 0 where w is beyond [.8, 1.2] on the side that A points to."""
+    logp = x.logp.detach()
+    q_C = torch.stack([logp[x.completion == c].mean() for c in range(7)]).exp()
+    parts = [q_C[:3], q_C[3:]]
+    w_C = torch.cat([q * q.sum() / q.square().sum() for q in parts])
+    is_cut_C = ((x.advantages > 0) & (w_C > 1.2)) | ((x.advantages < 0) & (w_C < 0.8))
+    return (w_C * x.advantages * ~is_cut_C)[x.completion]
+
+
 AT_PI_EQUAL_ALPHA = {  # if it is not A itself
     "asymre": of_tokens(lambda A_C, length_C: A_C + 0.1),
     "red_weight": of_tokens(lambda A_C, length_C: A_C * A_C.exp()),
@@ -477,6 +478,7 @@ AT_PI_EQUAL_ALPHA = {  # if it is not A itself
     "tba": of_tokens(lambda A_C, length_C: 2 * 0.05 * of_group_mean(A_C)),
     "online_dpo": of_tokens(lambda A_C, length_C: 0.1 / 2 * of_pairs(A_C)),
     "online_ipo": of_tokens(lambda A_C, length_C: 2 / (2 * 0.1) * of_pairs(A_C)),
+    "gepo": of_group_expectation,
     "grpo_top_entropy": of_high_entropy,
     "grpo_finished": lambda x, lengths_C: x.advantage * x.finished[x.completion],
 }
@@ -647,9 +649,6 @@ def cosine(name: str, **overrides) -> float:
         torch.autograd.grad(value, theta)[0] for value in (total, mean_reward(theta))
     )
     return float(gradient @ exact / gradient.norm() / exact.norm())
-
-
-COMPARES_COMPLETIONS = {"opmd_pairwise", "tba", "online_dpo", "online_ipo"}
 
 
 @pytest.mark.parametrize(

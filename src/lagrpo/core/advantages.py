@@ -134,6 +134,22 @@ def maxrl(x: AdvantageInputs) -> Tensor:
     return _scaled(x, scale_C)
 
 
+def sign_balanced(x: AdvantageInputs) -> Tensor:
+    """1 above the group's mean, -n+/n- below it: SignBalance (arXiv 2609.04063).
+
+    n+ and n- are the numbers of completions above and below, up to rounding, so that a group sums
+    to 0. For rewards of 0 and 1 it is (r - mu)/(1 - mu); other rewards are not in the paper.
+    """
+    above_mean_C = x.rewards - group_mean(x.rewards, x.group)
+    rounding_C = _rounding_of_mean(x.rewards, x.group)
+    is_above_C = (above_mean_C > rounding_C).to(x.rewards.dtype)
+    is_below_C = (above_mean_C < -rounding_C).to(x.rewards.dtype)
+    number_below_C = group_sum(is_below_C, x.group).clamp(min=1)
+    ratio_C = group_sum(is_above_C, x.group) / number_below_C
+    advantage_C = is_above_C - is_below_C * ratio_C
+    return advantage_C.masked_fill(zero_variance(x.rewards, x.group), 0.0)
+
+
 def _bessel_factor(x: AdvantageInputs) -> Tensor:
     """G / (G - 1) of each completion's group, [C]: from a mean over G to one over G - 1."""
     G_C = group_size(x.group).to(x.rewards.dtype)

@@ -138,19 +138,19 @@ def student_quantile(degrees: int, confidence: float) -> float:
     """The t with P(|T| <= t) = confidence for Student's distribution, by bisection."""
     low = 0.0
     high = 1.0
-    while _student_probability(high, degrees) < confidence:
+    while student_probability(high, degrees) < confidence:
         high *= 2
     # 80 halvings reach the precision of float64.
     for _ in range(80):
         middle = (low + high) / 2
-        if _student_probability(middle, degrees) < confidence:
+        if student_probability(middle, degrees) < confidence:
             low = middle
         else:
             high = middle
     return high
 
 
-def _student_probability(t: float, degrees: int) -> float:
+def student_probability(t: float, degrees: int) -> float:
     """P(|T| <= t) for Student's distribution.
 
     The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4.

@@ -49,6 +49,17 @@ def seq_max_k3(x: LossInputs, *, denominator: TokenFunction = alpha, delta: floa
     return (largest_C <= delta)[x.completion]
 
 
+def carm(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.1823) -> Tensor:
+    """Completions whose mean of |log rho| is at most delta, nats: CARM (arXiv 2610.02039).
+
+    delta is its log(1 + epsilon), here with an epsilon of .2. Ratios above and below 1 do not
+    cancel, as they do in the mean of log rho.
+    """
+    distance_T = (x.logp - denominator(x)).detach().abs()
+    lengths_T = total(torch.ones_like(distance_T), x.completion)
+    return total(distance_T, x.completion) / lengths_T <= delta
+
+
 def finished_only(x: LossInputs) -> Tensor:
     """Completions that ended by themselves: TRL's `mask_truncated_completions`."""
     if x.finished is None:

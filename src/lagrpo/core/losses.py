@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, TokenFunction, alpha, collects, pi_k, pi_ref
-from lagrpo.core.ratios import Ratio, token, total
+from lagrpo.core.ratios import Ratio, length_normalized, limit, token, total
 
 # Ratios times advantages, with and without a clip
 
@@ -173,6 +173,107 @@ def clipped_m2po_released(
     return torch.minimum(rho_T * A_T, clipped_rho_T * A_T)
 
 
+def _bapo_range(
+    x: LossInputs,
+    *,
+    low: float,
+    low_most: float,
+    high: float,
+    high_most: float,
+    step: float,
+    balance: float,
+    dual_clip: float,
+) -> Tensor:
+    """[2]: the ends of the range of `clipped_bapo` for a step."""
+    rho_T = token(x.logp - alpha(x), x.completion).double()
+    A_T = x.advantage.double()
+
+    def is_balanced(low: float, high: float) -> bool:
+        gain = (rho_T.clamp(max=high) * A_T.clamp(min=0)).sum()
+        loss = (rho_T.clamp(min=low) * (-A_T).clamp(min=0)).sum()
+        return bool(gain >= balance * loss)
+
+    while not is_balanced(low, high) and low < low_most:
+        low = min(low + step, low_most)
+    while not is_balanced(low, high) and high < high_most:
+        high = min(high + step, high_most)
+    return x.logp.new_tensor([low, high])
+
+
+@collects(_bapo_range)
+def clipped_bapo(
+    x: LossInputs,
+    *,
+    low: float = 0.6,
+    low_most: float = 0.9,
+    high: float = 1.2,
+    high_most: float = 3.0,
+    step: float = 0.05,
+    balance: float = 1.0,
+    dual_clip: float = 3.0,
+) -> Tensor:
+    """min(rho A, clip(rho, low, high) A), with a range of the step: BAPO (arXiv 2510.18927).
+
+    While the sum of min(rho, high) A over the step's tokens with A > 0 is below `balance` times the
+    sum of max(rho, low) |A| over the others, first `low` rises by steps up to `low_most`, then
+    `high` up to `high_most`. This is the released code, which also clips at `dual_clip`.
+    """
+    low_end, high_end = x.step["clipped_bapo"]
+    rho_T = token(x.logp - alpha(x), x.completion)
+    A_T = x.advantage
+    clipped_rho_T = torch.minimum(torch.maximum(rho_T, low_end), high_end)
+    return limit_push(torch.minimum(rho_T * A_T, clipped_rho_T * A_T), A_T, dual_clip)
+
+
+# Clips of whole completions
+
+
+def gmpo(
+    x: LossInputs,
+    *,
+    denominator: TokenFunction = alpha,
+    epsilon_low: float = 0.4,
+    epsilon_high: float = 0.4,
+) -> Tensor:
+    """exp(mean of the clipped log rho) A at each token of the completion: GMPO (arXiv 2507.20673).
+
+    Each token's log rho is cut at epsilon_high if A > 0, at -epsilon_low if A < 0: a token beyond
+    has no gradient, but its completion has.
+    """
+    log_rho_T = limit(x.logp - denominator(x))
+    A_T = x.advantage
+    cut_T = torch.where(A_T > 0, log_rho_T.clamp(max=epsilon_high), log_rho_T)
+    cut_T = torch.where(A_T < 0, cut_T.clamp(min=-epsilon_low), cut_T)
+    return length_normalized(cut_T, x.completion) * A_T
+
+
+def gepo(
+    x: LossInputs,
+    *,
+    denominator: TokenFunction = alpha,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> Tensor:
+    """min(w A, clip(w, 1 - epsilon_low, 1 + epsilon_high) A), w = p / sum(q^2) * sum(q).
+
+    GEPO (arXiv 2508.17850): p = pi(y)^(1/|y|), q = alpha(y)^(1/|y|), and the sums run over the
+    completions of the group. So w compares a completion with the group's expectation of q, and is
+    not 1 at pi = alpha. All completions of a group are in one call.
+    """
+    group_C = _groups(x)
+    lengths_C = x.logp.new_zeros(len(x.advantages)).index_add(
+        0, x.completion, torch.ones_like(x.logp)
+    )
+    # A completion without tokens, as a benchmark has for padding, must not divide by 0.
+    lengths_C = lengths_C.clamp(min=1)
+    q_C = (_completion_sum(x, denominator(x)) / lengths_C).exp()
+    p_C = (_completion_sum(x, x.logp) / lengths_C).exp()
+    expected_q_C = total(q_C.square(), group_C) / total(q_C, group_C)
+    w_T = (p_C / expected_q_C)[x.completion]
+    A_T = x.advantage
+    return torch.minimum(w_T * A_T, w_T.clamp(1 - epsilon_low, 1 + epsilon_high) * A_T)
+
+
 # REINFORCE with a mask, a weight and a regularizer
 
 
@@ -209,7 +310,10 @@ def asymre(x: LossInputs, *, strength: float = 0.1) -> Tensor:
 
 
 def opmd(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1) -> Tensor:
-    """strength (log pi - log anchor)^2: OPMD in the practical form of arXiv 2509.24203."""
+    """strength (log pi - log anchor)^2: OPMD in the practical form of arXiv 2509.24203.
+
+    With strength = beta / 2 it is DRO, as verl (anchor pi_k) and Tinker (anchor alpha) have it.
+    """
     return strength * (x.logp - anchor(x)).square()
 
 
@@ -317,5 +421,10 @@ def _groups(x: LossInputs) -> Tensor:
 
 def _completion_log_ratio(x: LossInputs, anchor: TokenFunction) -> Tensor:
     """log pi(y)/anchor(y) of each completion [C], nats."""
-    zeros_C = x.logp.new_zeros(len(x.advantages))
-    return zeros_C.index_add(0, x.completion, x.logp - anchor(x))
+    return _completion_sum(x, x.logp - anchor(x))
+
+
+def _completion_sum(x: LossInputs, values_T: Tensor) -> Tensor:
+    """The sum over the tokens of each completion, [C]."""
+    zeros_C = values_T.new_zeros(len(x.advantages))
+    return zeros_C.index_add(0, x.completion, values_T)

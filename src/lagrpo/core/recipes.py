@@ -299,10 +299,10 @@ def _contradictions_of_correction(surrogate: Piece) -> Iterator[str]:
             "correction weights by pi_k/alpha, which the ratio already contains: set "
             "denominator = 'pi_k', or drop it"
         )
-    # Its denominator is alpha, and no knob.
-    if surrogate.function is losses.clipped_m2po_released:
+    # Their denominator is alpha, and no knob.
+    if surrogate.function in (losses.clipped_m2po_released, losses.clipped_bapo):
         yield (
-            "correction weights by pi_k/alpha, which the ratio of clipped_m2po_released already "
+            f"correction weights by pi_k/alpha, which the ratio of {surrogate.name} already "
             "contains: drop it"
         )
     if surrogate.function is opmd_pairwise:
@@ -327,7 +327,7 @@ def _contradictions_of_filters(recipe: Recipe) -> Iterator[str]:
         )
         return
     ratio = surrogate.knobs.get("ratio")
-    is_whole = surrogate.function is losses.opmd_kimi or (
+    is_whole = surrogate.function in (losses.opmd_kimi, losses.gmpo, losses.gepo) or (
         isinstance(ratio, Piece) and ratio.function in (sequence, length_normalized)
     )
     for keep in recipe.filters:

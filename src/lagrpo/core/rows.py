@@ -21,17 +21,21 @@ from lagrpo.core.advantages import (
     normalized_positive,
     normalized_unbiased,
     red_drop,
+    sign_balanced,
 )
 from lagrpo.core.corrections import masked, truncated
-from lagrpo.core.filters import finished_only, m2po, opsm, seq_max_k3, top_entropy
+from lagrpo.core.filters import carm, finished_only, m2po, opsm, seq_max_k3, top_entropy
 from lagrpo.core.inputs import pi_k, pi_ref
 from lagrpo.core.losses import (
     asymre,
     clipped,
+    clipped_bapo,
     clipped_by_staleness,
     clipped_exact,
     clipped_m2po_released,
     clipped_proportional,
+    gepo,
+    gmpo,
     online_dpo,
     online_ipo,
     opmd,
@@ -318,7 +322,8 @@ REC_ROWS: dict[str, Recipe] = {
     ),
     "opmd": Recipe(
         "A logp - .1 (logp - logp_alpha)^2, A centered; mean over the tokens of the batch",
-        f"{YAO}: OPMD in its practical form",
+        f"{YAO}: OPMD in its practical form. DRO of verl and Tinker is the same with strength = "
+        "beta / 2, verl's with the anchor pi_k",
         advantage=piece(centered),
         surrogate=piece(reinforce, regularizer=opmd),
     ),
@@ -465,6 +470,28 @@ STALE_ROWS: dict[str, Recipe] = {
         "tokens; it takes the statistics of a micro-batch, lagrpo of the whole step",
         surrogate=piece(clipped_m2po_released),
     ),
+    "bapo": Recipe(
+        "min(rho A, clip(rho, l, h) A), l from .6 to .9, then h from 1.2 to 3, until the clipped "
+        "gains of the step weigh as much as its losses, A normalized; mean over the tokens of the "
+        "batch",
+        "BAPO, arXiv 2510.18927: the ranges of its paper, steps of .05 and dual clip 3 of its "
+        "released code; it takes the statistics of a micro-batch, lagrpo of the whole step",
+        surrogate=piece(clipped_bapo),
+    ),
+    "gmpo": Recipe(
+        "exp(mean log rho) A, log rho at most .4 where A > 0, at least -.4 where A < 0, A "
+        "normalized; mean over completions",
+        "GMPO, arXiv 2507.20673: the range (e^-.4, e^.4)",
+        surrogate=piece(gmpo),
+        reduction=piece(sequence_mean),
+    ),
+    "gepo": Recipe(
+        "f_eps(w, 1, A), w = p sum(q) / sum(q^2) with p = pi(y)^(1/length), q = "
+        "alpha(y)^(1/length) and sums over the group, A normalized; mean over completions",
+        "GEPO, arXiv 2508.17850, as in its code; epsilon .2 is TRL's default",
+        surrogate=piece(gepo),
+        reduction=piece(sequence_mean),
+    ),
     "sapo": Recipe(
         "4 rho p (1 - p) A logp, p = sigmoid(t (rho - 1)), t = 1 where A > 0, else 1.05, weight "
         "without gradient, A normalized; mean over completions of their token means",
@@ -500,6 +527,13 @@ STALE_ROWS: dict[str, Recipe] = {
         filters=(piece(seq_max_k3),),
         reduction=piece(sequence_mean),
     ),
+    "carm": Recipe(
+        "F f_eps(rho, 1, A), F drops completions whose mean |log rho| exceeds .1823 nats, A "
+        "normalized; mean over completions of their token means",
+        "CARM, arXiv 2610.02039, on GRPO without KL: log(1 + epsilon), epsilon .2 is a choice",
+        filters=(piece(carm),),
+        reduction=piece(sequence_mean),
+    ),
     "positive_only": Recipe(
         "max(A, 0) logp, A normalized; mean over completions of their token means",
         "imitation of the better completions: a baseline that every comparison of stale losses "
@@ -529,6 +563,13 @@ ADVANTAGE_ROWS: dict[str, Recipe] = {
         "f_eps(rho, 1, A), A = (r - mu)/mu, 0 where mu <= 0; mean over the tokens of the batch",
         "the advantage of MaxRL, arXiv 2602.02710, under GRPO's clip",
         advantage=piece(maxrl),
+    ),
+    "sign_balance": Recipe(
+        "f_eps(rho, 1, A), A = 1 above the mean reward of the group, -n+/n- below; mean over "
+        "completions of their token means",
+        "the advantage of SignBalance, arXiv 2609.04063, under GRPO's clip",
+        advantage=piece(sign_balanced),
+        reduction=piece(sequence_mean),
     ),
     "grpo_batch_scaled": Recipe(
         "f_eps(rho, 1, A), A = (r - mu)/(s + 1e-4), s the deviation of all rewards of the "

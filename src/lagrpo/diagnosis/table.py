@@ -155,8 +155,8 @@ DETECTORS = (
     Detector(
         "staleness",
         reads="staleness/max, loss.recipe",
-        # Times the lag up to which the recipe held in the benchmark (lagrpo recipes).
-        threshold=1,
+        # Share of the area that the best method gains with fresh samples (lagrpo recipes).
+        threshold=0.5,
         advice="More weight syncs help, too.",
         find=updates.find_staleness,
     ),

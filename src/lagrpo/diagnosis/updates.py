@@ -6,7 +6,7 @@ import statistics
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import RunRecord, mean
-from lagrpo.settings.lag_table import held_lag, recipes_that_hold
+from lagrpo.settings.lag_table import advice_for, kept_text, load_table, nearest_lag
 from lagrpo.terminal.text import count_of
 
 LEAST_SYNCS = 3
@@ -165,19 +165,19 @@ def find_kl(record: RunRecord, threshold: float) -> Finding | None:
 
 
 def find_staleness(record: RunRecord, threshold: float) -> Finding | None:
-    """Samples are staler than the recipe held in the benchmark."""
+    """A recipe that kept less than `threshold` in the benchmark learns from samples that old."""
     recipe = record.settings.get("loss.recipe") or ""
     staleness = max(record.values("staleness/max"), default=0.0)
-    held = held_lag(recipe)
-    if held is None or staleness <= threshold * held:
+    lag = nearest_lag(recipe, int(staleness))
+    if lag is None or staleness < 1:
         return None
-    _, better = recipes_that_hold(int(staleness))
-    settings: dict[str, object] = {"loss.recipe": better[0]} if better else {}
-    kept = f"held up to {held}"
-    if held == 0:
-        kept = "did not hold at any lag that was measured"
+    if min(measured.kept for measured in load_table()[recipe][lag].values()) >= threshold:
+        return None
+    better = advice_for(int(staleness)).recipes
+    settings: dict[str, object] = {} if recipe in better else {"loss.recipe": better[0]}
     return Finding(
-        f"Samples are up to {staleness:.0f} updates old, and the recipe {recipe} {kept}.",
+        f"Samples are up to {staleness:.0f} updates old, and at a lag of {lag} the recipe {recipe} "
+        f"keeps {kept_text(recipe, lag)}.",
         cost=0.3,
         places=places_of(row for row in record.recent_rows if (row["staleness"] or 0) >= staleness),
         settings=settings,

@@ -1,9 +1,11 @@
-"""The staleness at which each recipe was measured to hold: results of experiments/lag.
+"""Recipes against stale samples: advice, and the results of experiments/lag that it rests on.
 
-They are in lag_table.json, which `python -m experiments.lag --report` writes. The numbers come from
-two small tasks: `chain` has one right answer and an exact reward, `gamble` has many answers, graded
-rewards and luck. reports/staleness.md has the whole table, docs/staleness.md the limits of its
-conclusions.
+The results are in lag_table.json, which `python -m experiments.lag --report` writes; it also writes
+ADVICE as the table of docs/off-policy.md. The numbers come from two small tasks: `chain` has one
+right answer and an exact reward, `gamble` has many answers, graded rewards and luck.
+reports/staleness.md has the whole table, docs/staleness.md the limits of its conclusions.
+
+f is the best learning rate with fresh samples, on both tasks FRESH_RATE.
 """
 
 from __future__ import annotations
@@ -17,12 +19,45 @@ from typing import Any
 
 FILE = "lag_table.json"
 TASKS = ("chain", "gamble")
-HOLDS = 0.6
-"""A recipe holds if it keeps this share of the area of the best method at lag 0 on both tasks.
+FRESH_RATE = 1e-3
+"""f: the best of four learning rates with fresh samples, for nearly all losses"""
+SHARED_RATE = 3e-4
+"""The learning rate of all recipes in the table: f / 3"""
+LARGEST_KL = 0.05
+"""Nats per token: the mean of `rollout/kl` below which the learning rate may be raised toward f"""
+UNSTABLE_KL = 0.1
+"""Nats per token: the mean of `rollout/kl` above which the learning rate should be lowered"""
 
-Its mean over the seeds counts, without regard to the interval, at a learning rate at which no seed
-collapsed.
-"""
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to start with if samples get that old."""
+
+    staleness: int | None
+    """updates, at most; None for older samples"""
+    recipes: tuple[str, ...]
+    rate: str
+    """the learning rate, f being the best one with fresh samples"""
+    more: str = ""
+    """what else helps"""
+
+
+ADVICE = (
+    Advice(4, ("grpo",), "f"),
+    Advice(16, ("prime_rl",), "f / 3"),
+    Advice(64, ("prime_rl", "rec_one_side_nois_wide"), "f / 3"),
+    Advice(
+        None, ("rec_one_side_nois_wide", "prime_rl"), "f / 3", "a smaller `schedule.sync_every`"
+    ),
+)
+"""By ascending staleness."""
+
+
+def advice_for(staleness: int) -> Advice:
+    """The advice for samples that get `staleness` updates old."""
+    return next(
+        advice for advice in ADVICE if advice.staleness is None or staleness <= advice.staleness
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +65,17 @@ class Measured:
     """Runs of a recipe at one constant lag, on one task, over learning rates and seeds."""
 
     kept: float
-    """area under the learning curve at the best learning rate, as a share of the area of the best
-    method at lag 0"""
+    """area under the learning curve at SHARED_RATE, as a share of the area of the best method at
+    lag 0"""
     half_interval: float | None
     """half of the 95 % interval of `kept` over the seeds; None for a single seed"""
-    seeds: int
-    best_learning_rate: float
-    living_learning_rates: tuple[float, ...]
-    """the learning rates at which no seed collapsed"""
-
-    @property
-    def lower_end(self) -> float:
-        """Lower end of the interval of `kept`; `kept` itself for a single seed."""
-        return self.kept - (self.half_interval or 0.0)
-
-    @property
-    def holds(self) -> bool:
-        """True if enough of the area is kept, at a learning rate at which no seed collapsed."""
-        return self.kept >= HOLDS and self.best_learning_rate in self.living_learning_rates
+    final: float
+    """score in the last tenth of the runs at SHARED_RATE, as a share of the same of the best method
+    at lag 0"""
+    living_rate: float | None
+    """the highest learning rate at which no seed died, nor at a lower one; None if there is none"""
+    kl: float | None
+    """mean KL(alpha || pi) of the runs at `living_rate`, nats per token"""
 
 
 Lags = Mapping[int, Mapping[str, Measured]]
@@ -76,60 +104,41 @@ def _read_measured(row: Mapping[str, Any]) -> Measured:
     return Measured(
         kept=row["kept"],
         half_interval=row["half_interval"],
-        seeds=row["seeds"],
-        best_learning_rate=row["best_learning_rate"],
-        living_learning_rates=tuple(row["living_learning_rates"]),
+        final=row["final"],
+        living_rate=row["living_rate"],
+        kl=row["kl"],
     )
 
 
 def measured_lags(recipe: str) -> list[int]:
-    """The constant lags above 0 at which a recipe was measured on both tasks, ascending."""
-    return [lag for lag in load_table().get(recipe, {}) if lag > 0]
+    """The constant lags at which a recipe was measured on both tasks, ascending."""
+    return list(load_table().get(recipe, {}))
 
 
-def held_lag(recipe: str) -> int | None:
-    """The largest measured lag up to which a recipe holds on both tasks, in updates.
+def nearest_lag(recipe: str, staleness: int) -> int | None:
+    """The smallest measured lag of a recipe that is not below `staleness`, or its largest.
 
-    0 if it does not hold at the smallest lag that was measured; None if it was not measured.
+    None if it was not measured.
     """
     lags = measured_lags(recipe)
     if not lags:
         return None
-    # Lags ascend: one that fails ends the search, even if a larger one holds by chance.
-    held = 0
-    for lag in lags:
-        if not holds_at(recipe, lag):
-            break
-        held = lag
-    return held
+    return next((lag for lag in lags if lag >= staleness), lags[-1])
 
 
-def holds_at(recipe: str, lag: int) -> bool:
-    """True if a recipe holds on both tasks at a lag at which it was measured."""
-    return all(measured.holds for measured in load_table()[recipe][lag].values())
+def kept_text(recipe: str, lag: int) -> str:
+    """What a recipe keeps on each task at a lag: "82 ± 1 % on chain, 29 ± 2 % on gamble"."""
+    parts: list[str] = []
+    for task, measured in load_table()[recipe][lag].items():
+        half = measured.half_interval
+        interval = "" if half is None else f" ± {100 * half:.0f}"
+        parts.append(f"{100 * measured.kept:.0f}{interval} % on {task}")
+    return ", ".join(parts)
 
 
-def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
-    """The smallest measured lag that is not below `staleness`, and the best of its recipes.
-
-    Returns the largest measured lag if all are below. The recipes, at most `count`, hold up to that
-    lag. They are sorted by the number of learning rates without a collapse on both tasks, then by
-    the lower end of the interval on the worse task.
-    The list is empty if none holds.
-    """
-    all_lags = sorted({lag for recipe in load_table() for lag in measured_lags(recipe)})
-    if not all_lags:
-        return 0, []
-    lag = next((lag for lag in all_lags if lag >= staleness), all_lags[-1])
-    # Not every recipe was measured at every lag.
-    measured = [recipe for recipe, by_lag in load_table().items() if lag in by_lag]
-    holding = [recipe for recipe in measured if (held_lag(recipe) or 0) >= lag]
-
-    def robustness(recipe: str) -> tuple[int, float]:
-        by_task = list(load_table()[recipe][lag].values())
-        living = set(by_task[0].living_learning_rates)
-        for on_task in by_task[1:]:
-            living.intersection_update(on_task.living_learning_rates)
-        return len(living), min(on_task.lower_end for on_task in by_task)
-
-    return lag, sorted(holding, key=robustness, reverse=True)[:count]
+def rate_text(rate: float) -> str:
+    """A learning rate of the table in terms of f: "f / 3"."""
+    factor = rate / FRESH_RATE
+    if factor >= 0.99:
+        return "f" if factor < 1.01 else f"{factor:.0f} f"
+    return f"f / {1 / factor:.0f}"

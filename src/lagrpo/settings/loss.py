@@ -39,7 +39,7 @@ class LossSettings(Section):
     mask_zero_variance: bool | None = None
     """Leave out groups whose rewards are all equal"""
     filters: tuple[str, ...] | None = None
-    """Filters that drop tokens: finished_only, opsm, seq_max_k3, top_entropy, clip_cov, m2po"""
+    """What to leave out: finished_only, opsm, seq_max_k3, carm, top_entropy, clip_cov, m2po"""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the policy's mean entropy in the loss; with entropy_target: where it starts"""
     entropy_target: float | None = Field(default=None, gt=0)

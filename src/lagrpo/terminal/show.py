@@ -31,6 +31,8 @@ Row = JsonObject
 SEPARATOR = "  ·  "
 ARROW = " → "
 FILE_WIDTH = 200
+OVERVIEW_LAG = 64
+"""The lag of the areas that the list of recipes shows."""
 """Columns at which lines are wrapped in a file or a pipe. A terminal has its own width."""
 
 
@@ -284,11 +286,11 @@ def show_recipes(console: Console | None = None) -> None:
 
     console = console or make_console()
     for family, rows in FAMILIES.items():
-        table = Table("", "held", "needs", "arXiv", "formula", box=None, header_style="dim")
+        table = Table("", "kept", "needs", "arXiv", "formula", box=None, header_style="dim")
         for column in table.columns[:4]:
             column.no_wrap = True
         table.columns[0].min_width = max(map(len, RECIPES))
-        table.columns[1].min_width = len("held")
+        table.columns[1].min_width = len("100 100")
         table.columns[2].min_width = len("α π_k π_ref")
         table.columns[3].min_width = len("2505.22257")
         for name in rows:
@@ -297,7 +299,7 @@ def show_recipes(console: Console | None = None) -> None:
             needs = " ".join(needs_of(recipe))
             table.add_row(
                 Text(name, "bold"),
-                _held(name),
+                _kept(name),
                 needs,
                 Text(paper, "dim"),
                 Text(recipe.formula),
@@ -307,8 +309,8 @@ def show_recipes(console: Console | None = None) -> None:
         console.print()
     legend = [
         SYMBOLS,
-        "held: the largest constant lag, in updates, at which it was measured to hold on both",
-        "tasks of docs/staleness.md; empty: not measured",
+        f"kept: area under the learning curve at lag {OVERVIEW_LAG} and f / 3, on chain and gamble",
+        "in percent of the best recipe with fresh samples; empty: not measured",
         "needs: log-probs of α, π_k or π_ref; "
         "lag: the staleness of each token; step: a second pass",
         "over the step",
@@ -319,43 +321,41 @@ def show_recipes(console: Console | None = None) -> None:
     console.print(Text("\n".join(legend)))
 
 
-def _held(name: str) -> str:
-    """The largest lag at which a recipe was measured to hold, or the smallest where it did not."""
-    from lagrpo.settings.lag_table import held_lag, measured_lags
+def _kept(name: str) -> str:
+    """The area that a recipe keeps on each task at OVERVIEW_LAG, in percent; empty: unmeasured."""
+    from lagrpo.settings.lag_table import load_table
 
-    held = held_lag(name)
-    if held is None:
-        return ""
-    return str(held) if held > 0 else f"<{measured_lags(name)[0]}"
+    by_task = load_table().get(name, {}).get(OVERVIEW_LAG, {})
+    return " ".join(f"{100 * measured.kept:3.0f}" for measured in by_task.values())
 
 
 def _measured_staleness(name: str) -> list[str]:
-    """A line for each constant lag at which a recipe was measured, and what the numbers mean.
+    """A line for each constant lag at which a recipe was measured, and what the numbers mean."""
+    from lagrpo.settings.lag_table import kept_text, load_table, measured_lags, rate_text
 
-    A line has the area kept on each task, at which learning rate, and whether the recipe holds.
-    """
-    from lagrpo.settings.lag_table import holds_at, load_table, measured_lags
-
-    lines = []
+    lines: list[str] = []
     for lag in measured_lags(name):
-        kept = ", ".join(
-            f"{task} {100 * measured.kept:.0f} % at {_short(measured.best_learning_rate)}"
-            for task, measured in load_table()[name][lag].items()
+        by_task = load_table()[name][lag].values()
+        finals = " and ".join(f"{100 * measured.final:.0f}" for measured in by_task)
+        lives: list[str] = []
+        for measured in by_task:
+            if measured.living_rate is None or measured.kl is None:
+                lives.append("no rate")
+            else:
+                lives.append(f"{rate_text(measured.living_rate)} (KL {measured.kl:.3f})")
+        lines.append(
+            f"lag {lag}: keeps {kept_text(name, lag)}, ends at {finals} %; "
+            f"lives up to {' and '.join(lives)}"
         )
-        verdict = "holds" if holds_at(name, lag) else "does not hold"
-        lines.append(f"lag {lag}: {verdict} (area kept: {kept})")
     if not lines:
         return ["not measured"]
     lines += [
-        "100 % is what the best recipe gains with fresh samples. Each task is at its own best",
-        "learning rate; docs/off-policy.md (Which loss?) says what that means for yours.",
+        "All at f / 3; f is the best learning rate with fresh samples. 100 % is the best recipe",
+        "with fresh samples: the area under its curve, and its score at the end. At each rate up",
+        "to the last one no run collapsed; KL: the mean of rollout/kl there, in nats per token.",
+        "docs/off-policy.md (Which loss?) says what to do with them.",
     ]
     return lines
-
-
-def _short(learning_rate: float) -> str:
-    """A learning rate as in the documentation: 3e-4."""
-    return f"{learning_rate:.0e}".replace("e-0", "e-")
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:

@@ -27,7 +27,7 @@ from lagrpo.model.loading import check_context, check_supported, load_config
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.rollout.recorded import total_memory
 from lagrpo.rollout.schedule import Schedule, lags
-from lagrpo.settings.lag_table import held_lag, measured_lags, recipes_that_hold
+from lagrpo.settings.lag_table import ADVICE, Advice, advice_for, kept_text, nearest_lag
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of
@@ -253,30 +253,36 @@ def staleness_of_batches(settings: Settings) -> list[int]:
 
 
 def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
-    """A line if the samples become staler than the recipe was measured to hold.
+    """The advice for samples as stale as these get, and what this recipe kept beside it.
 
-    It names two recipes that do.
+    Nothing for samples that are nearly fresh.
     """
     if _is_offline(settings):
         return []
     largest = max(staleness_of_batches(settings))
-    held = held_lag(recipe.name)
-    if held is None or largest <= held or set(settings.loss.knobs) - {"beta"}:
+    advice = advice_for(largest)
+    if advice is ADVICE[0]:
         return []
-    tried = measured_lags(recipe.name)
-    if held == tried[-1]:
-        limit = f"but {recipe.name} was measured only up to {held}, where it holds"
-    elif held > 0:
-        limit = f"but {recipe.name} was measured to hold only up to {held}"
-    else:
-        limit = f"and {recipe.name} did not hold at {tried[0]}, the smallest lag that was measured"
-    lag, others = recipes_that_hold(largest)
-    # Beyond all measured lags, `lag` is the largest of them: there this recipe may hold, too.
-    is_help = bool(others) and lag > held
-    advice = f"; {' and '.join(others)} held at {lag}" if is_help else ""
+    lines = [
+        f"note        samples get up to {count_of(largest, 'update')} old: start with "
+        f"{' or '.join(advice.recipes)} at {advice.rate}, f being the best learning rate with "
+        "fresh samples, and watch rollout/kl (docs/off-policy.md#which-loss)"
+    ]
+    is_other_loss = bool(set(settings.loss.knobs) - {"beta"})
+    if recipe.name not in advice.recipes and not is_other_loss:
+        lines += _measured_note(recipe.name, advice, largest)
+    return lines
+
+
+def _measured_note(name: str, advice: Advice, staleness: int) -> list[str]:
+    """A line with the areas that a recipe and the advised one kept; none if one is unmeasured."""
+    advised = advice.recipes[0]
+    lag = nearest_lag(name, staleness)
+    if lag is None or lag != nearest_lag(advised, staleness):
+        return []
     return [
-        f"note        staleness reaches {count_of(largest, 'update')}, {limit}{advice} "
-        "(docs/off-policy.md)"
+        f"note        at lag {lag} and f / 3 {name} kept {kept_text(name, lag)}; "
+        f"{advised} {kept_text(advised, lag)}"
     ]
 
 
