@@ -179,17 +179,18 @@ def test_loss_over_pi_k_that_corrects_for_alpha_is_accepted_with_one_update(reci
     assert check_settings(settings(loss={"recipe": recipe})).name == recipe
 
 
-def test_offline_completions_without_what_a_loss_needs_are_rejected(tmp_path):
+@pytest.mark.parametrize("name", ["scale_lr_by_ess", "scale_lr_by_kl"])
+def test_offline_completions_without_what_a_loss_needs_are_rejected(tmp_path, name):
     (tmp_path / "data.jsonl").write_text(
         '{"prompt": "a", "completion": "b", "reward": 1}\n', encoding="utf-8"
     )
     offline = {"data": "data.jsonl", "fraction": 1.0}
     with pytest.raises(SettingsError, match=r"'a3po' reads the staleness.*offline\.data"):
         check_settings(settings(loss={"recipe": "a3po"}, offline=offline))
-    by_ess = {"scale_lr_by_ess": 1.0}
-    with pytest.raises(SettingsError, match="scale_lr_by_ess"):
-        check_settings(settings(loss={"recipe": "rloo"}, offline=offline, optimizer=by_ess))
-    check_settings(settings(loss={"recipe": "seq_tis"}, offline=offline, optimizer=by_ess))
+    scaled = {name: 1.0}
+    with pytest.raises(SettingsError, match=name):
+        check_settings(settings(loss={"recipe": "rloo"}, offline=offline, optimizer=scaled))
+    check_settings(settings(loss={"recipe": "seq_tis"}, offline=offline, optimizer=scaled))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.lag import __main__ as queue
-from experiments.lag.ages import Schedule
+from experiments.lag.ages import SawtoothSyncs, Schedule
+from experiments.lag.control import CONTROLS, RateControl
 from experiments.lag.exact import TOYS, run
 from experiments.lag.methods import load_methods
 from experiments.lag.model import Architecture, StackedLlama, initial_weights, unpack
@@ -30,7 +31,11 @@ pytestmark = pytest.mark.experiments
 
 PUBLISHED = load_methods("published")
 EQUAL = load_methods("equal")
-METHODS: Methods = {"published": PUBLISHED, "equal": EQUAL}
+METHODS: Methods = {
+    "published": PUBLISHED,
+    "equal": EQUAL,
+    "controlled": load_methods("controlled"),
+}
 
 
 class FirstDigitIsEven(Chain):
@@ -273,11 +278,41 @@ def test_imitation_raises_the_score_of_a_start():
 def test_ages_of_the_schedules():
     random = np.random.default_rng(0)
     assert Schedule("constant", 3).ages(10, 2, random).tolist() == [3, 3]
-    sawtooth = [int(Schedule("sawtooth", 2).ages(update, 1, random)) for update in range(5)]
-    assert sawtooth == [0, 1, 2, 0, 1]
     mixed = Schedule("mixed", 2).ages(10, 300, random)
     assert sorted(set(mixed.tolist())) == [0, 1, 2]
     assert int(mixed.bincount().min()) > 60
+
+
+def test_sawtooth_syncs_after_its_lag_and_early_only_if_it_may():
+    syncs = SawtoothSyncs(2, may_sync_early=torch.tensor([False, True]))
+    far = torch.tensor([True, True])
+    near = torch.tensor([False, False])
+    ages = [syncs.next(was_far)[1].tolist() for was_far in (near, near, far, near, near)]
+    assert ages == [[0, 0], [1, 1], [2, 0], [0, 1], [1, 2]]
+
+
+def test_controls_scale_the_rate_by_their_worked_factors():
+    """KL of .2, four times the target, twice, then none; half of the effective sample size."""
+    control = RateControl(CONTROLS, lag=4)
+    half = torch.full((6,), 0.5)
+    first = control.factors(torch.full((6,), 0.2), half).tolist()
+    assert dict(zip(CONTROLS, first, strict=True)) == pytest.approx(
+        {
+            "fixed": 1.0,
+            "kl_root": 0.5,
+            "kl_linear": 0.25,
+            "kl_feedback": 0.5 * 4 ** (-1 / 16),
+            "ess_root": 0.5**0.5,
+            "sync_at_kl": 1.0,
+        },
+        rel=1e-6,
+    )
+    control.factors(torch.full((6,), 0.2), half)
+    # Without any KL the scale rises by e^(2 / 16), the largest step.
+    last = control.factors(torch.zeros(6), half)
+    assert float(last[CONTROLS.index("kl_feedback")]) == pytest.approx(
+        4 ** (-2 / 16) * np.exp(2 / 16), rel=1e-6
+    )
 
 
 def test_history_returns_each_group_at_its_age():

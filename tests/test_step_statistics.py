@@ -28,8 +28,9 @@ from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy
 from lagrpo.runs import load_metrics
 from lagrpo.training.batch import MicroBatch, micro_batches
+from lagrpo.training.kl_rate import RateByKl
 from lagrpo.training.run import train
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.trainer import KL_RATE, Optimization, Trainer
 from lagrpo.types import Completion, Group, JsonObject
 
 ONE_ROW = 10_000
@@ -408,16 +409,90 @@ def test_gradient_cosine_goes_on_from_a_state(offload):
     assert resumed.update() == metrics
 
 
+# The learning rate by the divergence of the sampler
+
+
+@pytest.mark.parametrize(
+    ("staleness", "kls", "factors"),
+    [
+        # The scale cannot rise above 1.
+        pytest.param(0, [0.05, 0.0, 0.01], [1.0, 1.0, 1.0], id="near"),
+        # At four times the target: a half at once, and a scale of e^(-log 4 / 16) per update.
+        pytest.param(
+            0,
+            [0.2, 0.2, 0.05],
+            [0.5 * 4 ** (-1 / 16), 0.5 * 4 ** (-1 / 8), 4 ** (-1 / 8)],
+            id="far",
+        ),
+        pytest.param(100, [0.2], [0.5 * 4 ** (-1 / 200)], id="stale"),
+        # log(.05 / 1000) counts as -2 for the scale.
+        pytest.param(0, [1000.0], [(0.05 / 1000) ** 0.5 * math.exp(-2 / 16)], id="very far"),
+    ],
+)
+def test_rate_by_kl_has_the_worked_factors(staleness, kls, factors):
+    rate = RateByKl(target=0.05, staleness=staleness)
+    assert [rate.next_factor(kl) for kl in kls] == pytest.approx(factors)
+
+
+def test_scale_of_rate_by_kl_recovers_as_slowly_as_it_falls():
+    rate = RateByKl(target=0.05, staleness=0)
+    for kl in (0.2, 0.2, 0.0125, 0.0125):
+        factor = rate.next_factor(kl)
+    assert factor == pytest.approx(1.0)
+
+
+def test_step_scales_its_learning_rate_by_the_kl_of_the_completions_that_it_learns_from():
+    """Those with an advantage, also if an update reads the others."""
+    trainer = make_trainer(None, "seq_tis", {}, full_rate_kl=1e-3, lr=1e-3)
+    _, sums = trainer.step(rows_of(trainer, ONE_ROW))
+    assert sums["tokens_kl_alpha"] == sums["tokens"] > 0
+    kl = sums["kl_alpha"] / sums["tokens_kl_alpha"]
+    expected = RateByKl(target=1e-3, staleness=0).next_factor(kl)
+    assert expected < 0.9
+    assert sums["lr"] == pytest.approx(1e-3 * expected, rel=1e-12)
+
+    reads_all = make_trainer(None, "seq_tis", {}, full_rate_kl=1e-3, full_rate_ess=1e-9)
+    _, sums_of_all = reads_all.step(rows_of(reads_all, ONE_ROW))
+    assert sums_of_all["tokens"] > sums["tokens"]
+    assert sums_of_all["lr"] == pytest.approx(sums["lr"], rel=1e-5)
+
+
+def test_learning_rate_by_kl_does_not_depend_on_ranks(ranks):
+    changes = {"full_rate_kl": 1e-3, "log_gradient_cosine": True}
+    alone = make_updates(None, "seq_tis", {}, changes)
+    assert alone.metrics[1]["lr"] < alone.metrics[0]["lr"] < 1e-3
+    for first_takes_all in (False, True):
+        results = ranks.run(make_updates, "seq_tis", {}, changes, 40, first_takes_all, size=2)
+        for rank_result in results:
+            check_same(rank_result, alone)
+
+
+def test_scale_of_the_rate_is_part_of_the_trainers_state_and_old_states_load_without():
+    trainer = make_trainer(None, "seq_tis", {}, full_rate_kl=1e-3)
+    rows = rows_of(trainer, ONE_ROW)
+    trainer.step(rows)
+    state = {name: value.clone() for name, value in trainer.state().items()}
+    resumed = make_trainer(None, "seq_tis", {}, full_rate_kl=1e-3)
+    resumed.load_state(state, version=1)
+    assert resumed.rate_by_kl == trainer.rate_by_kl
+    assert resumed.step(rows)[1]["lr"] == trainer.step(rows)[1]["lr"]
+    del state[KL_RATE]
+    resumed = make_trainer(None, "seq_tis", {}, full_rate_kl=1e-3)
+    resumed.load_state(state, version=1)
+    assert resumed.rate_by_kl == RateByKl(target=1e-3, staleness=0)
+
+
 def settings(model: Path, root: Path, **sections: Section) -> dict[str, Section]:
     base: dict[str, Section] = {"eval": {"at_start": False}, "checkpoint": {"save_every": 2}}
     return tiny_settings(model, root, **(base | sections))
 
 
+@pytest.mark.parametrize("scaled", [{"scale_lr_by_ess": 1.0}, {"scale_lr_by_kl": 1e-3}])
 def test_gradient_cosine_and_rate_of_a_resumed_run_are_those_of_an_uninterrupted_one(
-    model, tmp_path
+    model, tmp_path, scaled
 ):
     changes = {
-        "optimizer": {"learning_rate": 1e-2, "log_gradient_cosine": True, "scale_lr_by_ess": 1.0},
+        "optimizer": {"learning_rate": 1e-2, "log_gradient_cosine": True} | scaled,
         "loss": {"recipe": "seq_tis"},
     }
     lines = {}

@@ -461,6 +461,7 @@ CHANGED: dict[str, Any] = {
     "gradient_checkpointing": True,
     "offload_optimizer": True,
     "scale_lr_by_ess": 1.0,
+    "scale_lr_by_kl": 1e-4,
     "log_gradient_cosine": True,
     "dither_master_weights": False,
 }

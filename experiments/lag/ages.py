@@ -37,12 +37,33 @@ class Schedule:
         return 0 if self.kind == "sawtooth" else self.lag + 1
 
     def ages(self, update: int, groups: int, random: np.random.Generator) -> Tensor:
-        """The age of each group of an update (counted from 0) in batches, [groups].
+        """The age of each group of an update that learns from kept batches, in batches, [groups].
 
         A batch from before update 0 is one of the initial policy.
         """
-        if self.kind == "sawtooth":
-            return torch.full((groups,), update % (self.lag + 1))
         if self.kind == "constant":
             return torch.full((groups,), self.lag)
         return torch.from_numpy(random.integers(0, self.lag + 1, groups))
+
+
+class SawtoothSyncs:
+    """The weight syncs of S stacked runs with a sawtooth.
+
+    `may_sync_early` [S]: runs that also sync after an update that was far from the sampler.
+    """
+
+    def __init__(self, lag: int, may_sync_early: Tensor):
+        self._lag = lag
+        self._may_sync_early = may_sync_early
+        # The first update begins with a sync.
+        self._next_age = torch.full(may_sync_early.shape, lag + 1)
+
+    def next(self, was_far: Tensor) -> tuple[Tensor, Tensor]:
+        """True for the runs that sync before this update, and the age of their samples, both [S].
+
+        was_far [S]: the update before was far from the sampler.
+        """
+        syncs = (self._next_age > self._lag) | (was_far & self._may_sync_early)
+        age = torch.where(syncs, 0, self._next_age)
+        self._next_age = age + 1
+        return syncs, age

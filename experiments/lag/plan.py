@@ -24,6 +24,8 @@ MAIN_TASKS = ("chain", "gamble")
 VARIANTS = tuple(name for name in TASKS if name not in MAIN_TASKS)
 LARGE = ("chain-large", "gamble-large")
 """The main tasks with a larger model."""
+OTHER_INSTANCES = ("chain-other", "gamble-other")
+"""The main tasks with other random tables and starts."""
 VARIANT_RATES = (3e-4, 1e-3)
 LARGE_RATES = (1e-4, *VARIANT_RATES)
 """A larger model needs a lower learning rate."""
@@ -158,11 +160,14 @@ def full_plan(methods: Methods) -> list[Pass]:
             plan.add("published", VARIANTS, "constant", (0,), seeds, VARIANT_RATES, SAME_AT_LAG_0)
             plan.add("published", small, "constant", (64,), seeds, VARIANT_RATES, MAIN_METHODS)
             plan.add("published", LARGE, "constant", (64,), seeds, LARGE_RATES, MAIN_METHODS)
+            plan.add(
+                "published", OTHER_INSTANCES, "constant", (16,), seeds, VARIANT_RATES, MAIN_METHODS
+            )
         plan.add("published", MAIN_TASKS, "constant", (256,), seeds)
         plan.add("equal", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
         plan.add("equal", MAIN_TASKS, "constant", (64,), seeds)
         plan.add("published", MAIN_TASKS, "mixed", (64,), seeds)
-        plan.add("published", MAIN_TASKS, "sawtooth", (64,), seeds)
+        plan.add("published", MAIN_TASKS, "sawtooth", (64, 15), seeds)
         plan.add("published", MAIN_TASKS, "constant", (4, 0), seeds, only=METHODS_AT_LAG_0)
     # All seeds at once: a run takes a fifth less time in a stack of 20 than in one of 8.
     seeds = FIRST_SEEDS + MORE_SEEDS
@@ -170,13 +175,13 @@ def full_plan(methods: Methods) -> list[Pass]:
     plan.add("published", MAIN_TASKS, "constant", (4,), seeds, only=others)
     plan.add("published", MAIN_TASKS, "constant", (1,), seeds)
     plan.add("equal", MAIN_TASKS, "constant", (16, 256), seeds)
-    return plan.passes
+    return [*plan.passes, *control_plan(methods)]
 
 
 def control_plan(methods: Methods) -> list[Pass]:
     """The passes that compare controls of the learning rate, most informative first.
 
-    The runs with a fixed rate at constant lags are those of `full_plan`.
+    The runs with a fixed rate are in the table `published`.
     """
     plan = _Plan(methods)
     for seeds, methods_of_part in product(CONTROL_SEEDS, CONTROL_METHODS):
@@ -184,7 +189,6 @@ def control_plan(methods: Methods) -> list[Pass]:
             controls = RATE_CONTROLS
             if kind == "sawtooth":
                 controls = (*RATE_CONTROLS, "sync_at_kl")
-                plan.add("published", MAIN_TASKS, kind, (lag,), seeds, only=(method,))
             plan.add(
                 "controlled",
                 MAIN_TASKS,

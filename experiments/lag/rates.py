@@ -12,8 +12,8 @@ from statistics import fmean
 
 from lagrpo.settings.lag_table import FRESH_RATE, LARGEST_KL, SHARED_RATE, TASKS, rate_text
 
-from .control import Control
-from .plan import CONTROL_RATES, CONTROL_SCHEDULES, RATE_CONTROLS
+from .control import CONTROLS, Control
+from .plan import CONTROL_RATES
 from .records import Record, RunKey
 from .report import Cell, Cells, Column, find_cells, markdown_table
 
@@ -96,32 +96,27 @@ def rules_sentence(results: Sequence[RuleResult]) -> str:
 
 
 def controls_table(records: Records) -> str:
-    """A row per kind of schedule, control and learning rate, over cells in which all were run.
+    """A row per kind of schedule, control and learning rate, over the cells in which it was run.
 
-    Area and score at the end are points below the best fixed rate in hindsight, both in percent of
-    the best loss with fresh samples.
+    Area and score at the end are points above the best fixed rate in hindsight on the same seeds,
+    both in percent of the best loss with fresh samples.
     """
     rows = [["ages", "control", "rate", "area", "score at the end", "collapses", "cells", "runs"]]
     for kind in "sawtooth", "constant":
-        controls: list[Control] = [*RATE_CONTROLS, *(["sync_at_kl"] if kind == "sawtooth" else [])]
-        cells = list(_controlled_cells(records, kind, controls))
-        if not cells:
-            continue
-        arms: list[tuple[str, float]] = [("fixed", SHARED_RATE)]
-        arms += [(control, rate) for rate in CONTROL_RATES for control in ("fixed", *controls)]
+        cells = list(_controlled_cells(records, kind))
+        arms: list[tuple[Control, float]] = [("fixed", SHARED_RATE)]
+        arms += [(control, rate) for rate in CONTROL_RATES for control in CONTROLS]
         for control, rate in arms:
-            area, final, deaths = (
-                fmean(values)
-                for values in zip(
-                    *(cell.against_best(control, rate) for cell in cells), strict=True
-                )
-            )
-            runs = sum(len(cell.runs(control, rate)) for cell in cells)
+            with_runs = [cell for cell in cells if cell.runs(control, rate)]
+            if not with_runs:
+                continue
+            results = [cell.against_best(control, rate) for cell in with_runs]
+            area, final, deaths = (fmean(values) for values in zip(*results, strict=True))
+            runs = sum(len(cell.runs(control, rate)) for cell in with_runs)
             numbers = [_points(area), _points(final), f"{100 * deaths:.0f} %"]
-            rows.append(
-                [kind, f"`{control}`", rate_text(rate), *numbers, str(len(cells)), str(runs)]
-            )
-    return markdown_table(rows) if len(rows) > 1 else "No runs yet."
+            counts = [str(len(with_runs)), str(runs)]
+            rows.append([kind, f"`{control}`", rate_text(rate), *numbers, *counts])
+    return markdown_table(rows)
 
 
 def _points(value: float) -> str:
@@ -130,38 +125,37 @@ def _points(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ControlledCell:
-    """The runs of a method on a task and schedule, by control, for the seeds that all have."""
+    """The runs of a method on a task and schedule, by control."""
 
     fixed: Cell
     by_control: Mapping[Control, Mapping[float, Mapping[int, Record]]]
 
     @property
     def seeds(self) -> set[int]:
-        """The seeds that were run with every control at every rate."""
-        runs = [runs for rates in self.by_control.values() for runs in rates.values()]
-        runs += [self.fixed.by_rate[rate] for rate in (SHARED_RATE, *CONTROL_RATES)]
-        return set.intersection(*(set(by_seed) for by_seed in runs))
+        """The seeds that were run with a control."""
+        return {
+            seed for rates in self.by_control.values() for runs in rates.values() for seed in runs
+        }
 
-    def runs(self, control: str, rate: float) -> list[Record]:
-        by_rate = self.fixed.by_rate if control == "fixed" else self.by_control[control]  # type: ignore[index]
-        return [by_rate[rate][seed] for seed in sorted(self.seeds)]
+    def runs(self, control: Control, rate: float) -> dict[int, Record]:
+        """The runs by seed, of the seeds that were run with a control."""
+        by_rate = self.fixed.by_rate if control == "fixed" else self.by_control.get(control, {})
+        return {seed: run for seed, run in by_rate.get(rate, {}).items() if seed in self.seeds}
 
-    def against_best(self, control: str, rate: float) -> tuple[float, float, float]:
+    def against_best(self, control: Control, rate: float) -> tuple[float, float, float]:
         """Area and score at the end above those of the best fixed rate, and the share of deaths."""
         fixed = self.fixed
         updates = fixed.updates
         best = self.runs("fixed", fixed.best_rate)
         runs = self.runs(control, rate)
-        area = fmean(r.gain(updates) for r in runs) - fmean(r.gain(updates) for r in best)
-        final = fmean(r.final_score(updates) for r in runs)
-        final -= fmean(r.final_score(updates) for r in best)
-        deaths = fmean(r.dies(updates) for r in runs)
+        seeds = runs.keys() & best.keys()
+        area = fmean(runs[s].gain(updates) - best[s].gain(updates) for s in seeds)
+        final = fmean(runs[s].final_score(updates) - best[s].final_score(updates) for s in seeds)
+        deaths = fmean(runs[s].dies(updates) for s in seeds)
         return area / fixed.reference, final / fixed.reference_final, deaths
 
 
-def _controlled_cells(
-    records: Records, kind: str, controls: Sequence[Control]
-) -> Iterable[_ControlledCell]:
+def _controlled_cells(records: Records, kind: str) -> Iterable[_ControlledCell]:
     for task in TASKS:
         runs: dict[tuple[str, Column], dict[Control, dict[float, dict[int, Record]]]] = {}
         for record in records.values():
@@ -171,8 +165,5 @@ def _controlled_cells(
                 by_rate.setdefault(record.learning_rate, {})[record.seed] = record
         fixed = find_cells(records, "published", task)
         for key, by_control in runs.items():
-            is_whole = all(set(CONTROL_RATES) <= set(by_control.get(c, {})) for c in controls)
-            if is_whole and key in fixed and key[1] in CONTROL_SCHEDULES:
-                cell = _ControlledCell(fixed[key], by_control)
-                if cell.seeds:
-                    yield cell
+            if key in fixed:
+                yield _ControlledCell(fixed[key], by_control)

@@ -3,6 +3,7 @@
     python -m experiments.lag.starts chain gamble    # makes them anew and prints how good they are
 
 `load_start` makes one where it is missing, in a minute or less, and keeps it in runs/lag/starts.
+Those of the second instances are shipped.
 The same machine makes the same weights; another one may round differently.
 """
 
@@ -31,6 +32,10 @@ MORE_UPDATES = {"chain-many": 4000, "chain-wide": 4000}
 LARGE_MODELS = ("chain-large", "gamble-large")
 """Tasks whose policy has 8 times as many parameters."""
 SEED = 0
+SHIPPED = Path(__file__).parent / "shipped"
+"""Starts in the checkout, so that all seeds have the same one on every processor."""
+OTHER_STARTS = ("chain-other", "gamble-other")
+"""Tasks whose start has another seed."""
 
 
 def architecture_of(name: str) -> Architecture:
@@ -45,10 +50,15 @@ def load_start(name: str, directory: Path = DIRECTORY) -> tuple[Architecture, Te
     """The architecture and the weights [1, parameters] of a task's starting point."""
     architecture = architecture_of(name)
     file = directory / f"{name}.safetensors"
-    if not file.is_file():
+    shipped_file = SHIPPED / file.name
+    if shipped_file.is_file():
+        file = shipped_file
+    elif not file.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         updates = MORE_UPDATES.get(name, UPDATES)
-        save_file({"weights": imitate_teacher(TASKS[name](), architecture, updates)}, file)
+        seed = SEED + 1 if name in OTHER_STARTS else SEED
+        weights = imitate_teacher(TASKS[name](), architecture, updates, seed)
+        save_file({"weights": weights}, file)
     return architecture, load_file(file)["weights"]
 
 

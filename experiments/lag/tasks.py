@@ -19,7 +19,8 @@ though rarely. Two families, and variants that differ from their family's base i
     gamble-apt      many            graded       11-22     yes
     journey         many            graded       21-42     yes
 
-chain-large and gamble-large are the two bases for a larger model (starts.py has its sizes).
+chain-large and gamble-large are the two bases for a larger model (starts.py has its sizes),
+chain-other and gamble-other the two bases with another random table and another start.
 
 Shapes: B prompts of P tokens, G completions of each of L tokens; leading dimensions (...) are runs.
 """
@@ -98,6 +99,8 @@ class Chain:
     luck: float = 0.0
     teacher_is_right: tuple[float, float, float] = (0.97, 0.75, 0.35)
     """on easy, medium and hard pairs"""
+    instance: int = 7
+    """seed of the table of pairs"""
     prompts_per_batch: int = 8
     updates: int = 1024
     vocabulary: int = 16
@@ -116,7 +119,7 @@ class Chain:
     def __post_init__(self) -> None:
         self.prompt_length = self.digits + 1
         self.completion_length = self.digits + 1
-        random = np.random.default_rng(7)
+        random = np.random.default_rng(self.instance)
         levels = np.repeat(np.arange(3), [round(100 * share) for share in EASY_MEDIUM_HARD])
         level_of_pair = random.permutation(levels).reshape(10, 10)
         likely_error = random.choice([-2, -1, 1, 2], size=(10, 10))
@@ -205,6 +208,8 @@ class Gamble:
     is_firm: bool = False
     teacher_likes: tuple[float, float, float] = (1.0, 0.6, 0.4)
     """weights of the teacher's choice among plain, reckless and bad jumps"""
+    instance: int = 7
+    """seed of the table of jumps"""
     prompts_per_batch: int = 4
     updates: int = 512
     vocabulary: int = field(init=False)
@@ -226,7 +231,7 @@ class Gamble:
         # This token ends every prompt; the first jump leaves from node 0.
         self._start = self.end + 2
         self.vocabulary = self.end + 3
-        random = np.random.default_rng(7)
+        random = np.random.default_rng(self.instance)
         kind = torch.zeros(2, self.goal + 1, 4, dtype=torch.long)
         for terrain in range(2):
             for node in range(self.goal):
@@ -321,6 +326,8 @@ def _draw(weight: Tensor, uniform: Tensor) -> Tensor:
     return index.clamp(max=weight.shape[-1] - 1)
 
 
+OTHER_INSTANCE = 11
+
 TASKS: dict[str, Callable[[], Task]] = {
     "chain": Chain,
     "chain-many": lambda: Chain(right_per_digit=2),
@@ -338,6 +345,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     ),
     "chain-luck": lambda: Chain(luck=0.1),
     "chain-large": Chain,
+    "chain-other": lambda: Chain(instance=OTHER_INSTANCE),
     "gamble": Gamble,
     "gamble-sure": lambda: Gamble(survival=1.0, gain=1.0),
     "gamble-exact": lambda: Gamble(survival=1.0, gain=1.0, most_bad=1),
@@ -346,5 +354,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "gamble-short": lambda: Gamble(goal=8, sections=2, longest_walk=6),
     "journey": lambda: Gamble(goal=60, sections=10, longest_walk=41),
     "gamble-large": Gamble,
+    "gamble-other": lambda: Gamble(instance=OTHER_INSTANCE),
 }
 """The tasks by name."""

@@ -26,7 +26,7 @@ from lagrpo.core.advantages import AdvantageInputs, zero_variance
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Recipe
 
-from .ages import Schedule
+from .ages import SawtoothSyncs, Schedule
 from .control import TARGET, Control, RateControl
 from .methods import Method
 from .model import Architecture, StackedLlama, unpack
@@ -116,9 +116,10 @@ def train(
     diagnostics = Diagnostics()
     stale_weights = weights.clone()
     rate_control = RateControl([run.control for run in runs], schedule.lag)
-    syncs_at_kl = torch.tensor([run.control == "sync_at_kl" for run in runs])
-    sync_age = torch.zeros(S, dtype=torch.long)  # updates since the last sync of a sawtooth
-    is_far = torch.zeros(S, dtype=torch.bool)
+    sawtooth = SawtoothSyncs(
+        schedule.lag, torch.tensor([run.control == "sync_at_kl" for run in runs])
+    )
+    was_far = torch.zeros(S, dtype=torch.bool)
     for update in range(updates):
         fresh, score, entropy = sampler.sample(weights, Purpose.ROLLOUT, update)
         scores[update] = score
@@ -127,13 +128,10 @@ def train(
             history.append(fresh)
             batch = history.take(age)
         else:
-            # The first update finds the initial weights on both sides.
-            syncs = (sync_age > schedule.lag) | (is_far & syncs_at_kl)
-            sync_age = torch.where(syncs, 0, sync_age)
+            syncs, age_of_run = sawtooth.next(was_far)
             stale_weights[syncs] = weights[syncs]
             batch, _, _ = sampler.sample(stale_weights, Purpose.STALE_ROLLOUT, update)
-            age = sync_age[:, None].expand(-1, task.prompts_per_batch)
-            sync_age = sync_age + 1
+            age = age_of_run[:, None].expand(-1, task.prompts_per_batch)
         staleness = age.clamp(max=update)
 
         leaf = weights.clone().requires_grad_()
@@ -148,7 +146,7 @@ def train(
         if method.scale_lr_by_ess:
             factors = factors * step.ess.sqrt()
         norm = optimizer.step(gradient, factors)
-        is_far = step.kl_of_learned > TARGET
+        was_far = step.kl_of_learned > TARGET
         if update % DIAGNOSED_EVERY == 0:
             diagnostics.add(step, norm, entropy, factors)
 

@@ -56,6 +56,8 @@ DIFFERENCES = {
     "gamble-firm": "gamble with a teacher who repeats himself",
     "gamble-short": "gamble with 4 to 7 tokens",
     "journey": "gamble with 21 to 42 tokens",
+    "chain-other": "chain with another table and another start",
+    "gamble-other": "gamble with another table and another start",
     "chain-large": "chain with a model of 132,000 parameters",
     "gamble-large": "gamble with a model of 134,000 parameters",
 }

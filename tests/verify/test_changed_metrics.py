@@ -78,6 +78,7 @@ def test_coefficient_of_the_entropy_follows_from_recorded_entropies(model, tmp_p
     [
         pytest.param({"lr_scheduler_type": "cosine", "warmup_steps": 1}, id="schedule"),
         pytest.param({"scale_lr_by_ess": 1.0}, id="effective sample size"),
+        pytest.param({"scale_lr_by_kl": 1e-5}, id="divergence"),
     ],
 )
 def test_learning_rate_follows_from_schedule_and_sample_size(model, tmp_path, optimizer):

@@ -325,6 +325,12 @@ class ScheduleSettings(Section):
         return self.sync_every if self.constant_lag is None else self.constant_lag
 
     @property
+    def oldest_samples(self) -> int:
+        """The largest staleness that the schedule allows at the first update on a batch."""
+        batches = self.v if self.kind == "lagged" else self.v - 1
+        return batches * self.num_iterations
+
+    @property
     def stage_length(self) -> int:
         """M: batches per stage."""
         return self.ref_sync_every or self.batches
@@ -362,6 +368,8 @@ class OptimizerSettings(Section):
     """Keep a GPU's optimizer state in host memory"""
     scale_lr_by_ess: float = Field(default=0.0, ge=0, le=1)
     """Lower the learning rate while the effective sample size is below this share (VCPO); 0: off"""
+    scale_lr_by_kl: float = Field(default=0.0, ge=0)
+    """Lower the learning rate while KL(rollout policy, policy) per token exceeds this; 0: off"""
     log_gradient_cosine: bool = False
     """Log the cosine of consecutive gradients (keeps one more gradient in memory)"""
     dither_master_weights: bool = True

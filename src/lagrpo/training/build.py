@@ -178,6 +178,8 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
         masters="dithered" if optimizer.dither_master_weights else "plain",
         offload_moments=optimizer.offload_optimizer,
         full_rate_ess=optimizer.scale_lr_by_ess,
+        full_rate_kl=optimizer.scale_lr_by_kl,
+        oldest_samples=schedule.oldest_samples,
         log_gradient_cosine=optimizer.log_gradient_cosine,
         updates=schedule.batches * schedule.num_iterations,
         seed=settings.run.seed,

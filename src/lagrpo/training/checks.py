@@ -91,15 +91,13 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
             f"loss.recipe = {recipe.name!r} reads the staleness of samples, which "
             "offline.data does not have: choose another recipe"
         )
-    if (
-        settings.offline.data
-        and settings.optimizer.scale_lr_by_ess
-        and not recipe.needs_rollout_logp
-    ):
-        raise SettingsError(
-            "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a "
-            "recipe that reads them"
-        )
+    for name in ("scale_lr_by_ess", "scale_lr_by_kl"):
+        is_on = bool(getattr(settings.optimizer, name))
+        if settings.offline.data and is_on and not recipe.needs_rollout_logp:
+            raise SettingsError(
+                f"optimizer.{name} needs the log-probs of the policy that sampled: choose a "
+                "recipe that reads them"
+            )
     check_stop_rule(settings)
     for name in recipe.own_metrics:
         if is_lagrpos(name):

@@ -28,6 +28,7 @@ from torch import Tensor
 from lagrpo.core.inputs import LossInputs, concatenate, on_device
 from lagrpo.core.kl import ess
 from lagrpo.core.objective import Derivative, Recipe
+from lagrpo.core.ratios import limit
 from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.files import save_model
@@ -35,6 +36,7 @@ from lagrpo.model.model import Model, Policy
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy, without_values
+from lagrpo.training.kl_rate import RateByKl
 from lagrpo.training.master_weights import (
     MOMENTS,
     MasterWeights,
@@ -52,6 +54,8 @@ from lagrpo.training.tensors import to_floats
 PREVIOUS_GRADIENT = "previous_gradient"
 ENTROPY = "entropy_term"
 """The name of the entropy term's state in the trainer's."""
+KL_RATE = "kl_rate"
+"""The name of the state of `RateByKl` in the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,10 @@ class Optimization:
     full_rate_ess: float = 0.0
     """Share of the completions that their effective sample size must reach for the full rate
     (VCPO's e0); 0: off"""
+    full_rate_kl: float = 0.0
+    """KL(alpha || pi) per token above which the rate falls, nats (`RateByKl`); 0: off"""
+    oldest_samples: int = 0
+    """the largest staleness that the schedule allows, in updates"""
     log_gradient_cosine: bool = False
 
     def rate(self, update: int, ess_share: float | None = None) -> float:
@@ -160,6 +168,9 @@ class Trainer:
         self.optimization = optimization
         self.reference = reference
         self.entropy = entropy or EntropyTerm()
+        self.rate_by_kl: RateByKl | None = None
+        if optimization.full_rate_kl:
+            self.rate_by_kl = RateByKl(optimization.full_rate_kl, optimization.oldest_samples)
         self.ranks = ranks or Ranks()
         self.skeleton: Any = None  # the model of transformers without its numbers, if sharded
         self.masters: MasterWeights
@@ -251,7 +262,7 @@ class Trainer:
             sums["entropy_coef"] = coef
         if not in_objective:
             return rows, sums
-        metrics = self.update(sums.get("ess_share"))
+        metrics = self.update(sums.get("ess_share"), _mean_kl(sums))
         if sums.get("tokens_entropy"):  # the first update on the batch
             self.entropy.observe(sums["entropy"] / sums["tokens_entropy"])
         return rows, sums | metrics
@@ -304,6 +315,9 @@ class Trainer:
                     sums[name] += value
                 if self.optimization.full_rate_ess and x.rollout_logp is not None:
                     log_ratios += _completion_log_ratios(x)
+                if self.rate_by_kl is not None and x.rollout_logp is not None:
+                    for name, value in self._kl_sums(x).items():
+                        sums[name] += value
                 used_rows.append(row)
             for _ in range(passes - len(rows)):
                 self._pass_idle_row()
@@ -362,10 +376,22 @@ class Trainer:
             return max(self.ranks.gather(len(rows)))
         return len(rows)
 
-    def update(self, ess_share: float | None = None) -> dict[str, float]:
+    def _kl_sums(self, x: LossInputs) -> dict[str, float]:
+        """Returns the sum of the estimates of KL(alpha || pi) and the number of their tokens.
+
+        These are the tokens that the update learns from, though it may read others.
+        """
+        assert x.rollout_logp is not None
+        d_T = limit((x.logp - x.rollout_logp).double())
+        if self.recipe.skips_zero_advantage:
+            d_T = d_T[x.advantage != 0]
+        return {"kl_alpha": (torch.expm1(d_T) - d_T).sum().item(), "tokens_kl_alpha": len(d_T)}
+
+    def update(self, ess_share: float | None = None, kl: float | None = None) -> dict[str, float]:
         """Makes one step of AdamW along the gradient that was accumulated, from all ranks.
 
-        Returns its metrics, the same on all.
+        `kl` is the mean KL(alpha || pi) per token that it learns from. Returns its metrics, the
+        same on all.
 
         Collective. Raises FloatingPointError, on all ranks, if the gradient is not finite: it is
         dropped, and nothing has changed.
@@ -392,6 +418,8 @@ class Trainer:
             gradients = [master.grad for master in self.masters.parameters]
 
         rate = self.optimization.rate(version, ess_share)
+        if self.rate_by_kl is not None and kl is not None:
+            rate *= self.rate_by_kl.next_factor(kl)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.optimization.offload_moments:
@@ -516,6 +544,8 @@ class Trainer:
                 state[f"{key}/{label}"] = value
         if self.entropy.target is not None:
             state[ENTROPY] = self.entropy.state()
+        if self.rate_by_kl is not None:
+            state[KL_RATE] = self.rate_by_kl.state()
         return state
 
     @torch.no_grad()
@@ -541,6 +571,8 @@ class Trainer:
                 self.optimizer.state[master] = self._load_moments(saved, span, master)
         if ENTROPY in saved:
             self.entropy.load(saved[ENTROPY])
+        if self.rate_by_kl is not None and KL_RATE in saved:
+            self.rate_by_kl.load(saved[KL_RATE])
         self.masters.write_back()
         self.policy.weights.version = version
 
@@ -566,6 +598,12 @@ def _room_for_entropy(row: MicroBatch) -> Tensor:
 
 
 # Sums over the tokens of a micro-batch
+
+
+def _mean_kl(sums: Mapping[str, float]) -> float | None:
+    """Returns the mean of `_kl_sums` over all ranks; None without such a token."""
+    tokens = sums.get("tokens_kl_alpha")
+    return sums["kl_alpha"] / tokens if tokens else None
 
 
 def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:

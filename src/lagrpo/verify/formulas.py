@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lagrpo.core.advantages import AdvantageInputs
 from lagrpo.core.objective import Recipe
-from lagrpo.settings.sections import OptimizerSettings
+from lagrpo.settings.sections import OptimizerSettings, ScheduleSettings
 
 MAX_LOG_RATIO = 20.0
 """Nats. Ratios of tokens are limited to e^-20 .. e^20."""
@@ -289,6 +289,20 @@ def learning_rate(optimizer: OptimizerSettings, update: int, updates: int) -> fl
     if optimizer.lr_scheduler_type == "cosine":
         share_left = math.sin(math.pi / 2 * share_left) ** 2
     return lr * max(0.0, share_left)
+
+
+def log_factors_by_kl(
+    optimizer: OptimizerSettings, schedule: ScheduleSettings, log_scale: float, kl: float
+) -> tuple[float, float]:
+    """The logarithms of the scale and of the factor that acts at once, of `scale_lr_by_kl`.
+
+    `log_scale` is that of the update before, `kl` the mean KL(α‖π) per token, nats. With c =
+    log(target / KL) they are log s + c / (2 τ), at most 0, c within ±2, τ the largest staleness but
+    at least 8; and c / 2, at most 0.
+    """
+    c = math.log(optimizer.scale_lr_by_kl) - math.log(max(kl, 1e-9))
+    scale = log_scale + max(-2.0, min(2.0, c)) / (2 * max(8, schedule.oldest_samples))
+    return min(0.0, max(-9.0, scale)), min(0.0, c / 2)
 
 
 # ---- Coefficient of the entropy ----

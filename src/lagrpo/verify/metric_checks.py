@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -142,20 +143,80 @@ def _learning_rate(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
     last_update = run.metrics[step].values["policy_version"] + schedule.num_iterations - 1
     updates = schedule.batches * schedule.num_iterations
     rate = formulas.learning_rate(optimizer, last_update, updates)
-    if not optimizer.scale_lr_by_ess:
+    if not optimizer.scale_lr_by_ess and not optimizer.scale_lr_by_kl:
         return {"learning_rate": rate}
     if schedule.num_iterations > 1:
         run.report.skip("learning rates: they depend on log-probs between the updates of a step")
         return {}
-    rows_of_known = [
-        row for row in rows_of_objective if None not in sampled(row, "rollout_logprobs")
-    ]
-    log_ratio_of_rows = log_ratios(rows_of_known)
-    if log_ratio_of_rows:
-        log_ratio_C = torch.stack([log_ratio_T.sum() for log_ratio_T in log_ratio_of_rows])
-        share = formulas.effective_sample_size(log_ratio_C) / len(log_ratio_C)
-        rate *= min(1.0, share / optimizer.scale_lr_by_ess) ** 0.5
+    rate *= _factor_by_ess(run, rows_of_objective)
+    if optimizer.scale_lr_by_kl:
+        log_scale = _log_scale_before(run, step)
+        kl = _kl_of_learned(run, rows_of_objective)
+        if log_scale is None or run.recipe is None:
+            run.report.skip("learning rates: they depend on rows or a loss that are not recorded")
+            return {}
+        if kl is not None:
+            rate *= math.exp(sum(formulas.log_factors_by_kl(optimizer, schedule, log_scale, kl)))
     return {"learning_rate": rate}
+
+
+def _factor_by_ess(run: RecordedRun, rows: Sequence[Row]) -> float:
+    """Returns what `scale_lr_by_ess` multiplies the learning rate of these rows with."""
+    full = run.settings.optimizer.scale_lr_by_ess
+    rows_of_known = [row for row in rows if None not in sampled(row, "rollout_logprobs")]
+    log_ratio_of_rows = log_ratios(rows_of_known) if full else []
+    if not log_ratio_of_rows:
+        return 1.0
+    log_ratio_C = torch.stack([log_ratio_T.sum() for log_ratio_T in log_ratio_of_rows])
+    share = formulas.effective_sample_size(log_ratio_C) / len(log_ratio_C)
+    return min(1.0, share / full) ** 0.5
+
+
+def _kl_of_learned(run: RecordedRun, rows: Sequence[Row]) -> float | None:
+    """Returns the mean KL(α‖π_k) per token of the rows that an update learns from.
+
+    None if there is no such token.
+    """
+    skips_zero_advantage = run.recipe is not None and run.recipe.skips_zero_advantage
+    learned = [
+        row
+        for row in rows
+        if None not in sampled(row, "rollout_logprobs")
+        and (row["advantage"] or not skips_zero_advantage)
+    ]
+    log_ratio_of_rows = log_ratios(learned)
+    if not log_ratio_of_rows:
+        return None
+    return formulas.kl_terms(formulas.limit(torch.cat(log_ratio_of_rows))).mean().item()
+
+
+def _log_scale_before(run: RecordedRun, step: int) -> float | None:
+    """Returns log of the scale of `scale_lr_by_kl` after the update before a step.
+
+    It follows from the rate of that update, which is checked in its turn. None if its rows are not
+    recorded.
+    """
+    optimizer = run.settings.optimizer
+    schedule = run.settings.schedule
+    for earlier in range(step - 1, -1, -1):
+        line = run.metrics.get(earlier)
+        if line is None and earlier in run.steps:
+            return None
+        if line is None or line.values["learning_rate"] is None:
+            continue
+        rows = [row for row in run.steps.get(earlier, []) if not row["excluded_reason"]]
+        kl = _kl_of_learned(run, rows)
+        if not rows:
+            return None
+        if kl is None:
+            continue
+        rate = formulas.learning_rate(
+            optimizer, line.values["policy_version"], schedule.batches * schedule.num_iterations
+        )
+        rate *= _factor_by_ess(run, rows)
+        at_once = formulas.log_factors_by_kl(optimizer, schedule, 0.0, kl)[1]
+        return math.log(line.values["learning_rate"] / rate) - at_once
+    return 0.0
 
 
 def _evaluation_metrics(run: RecordedRun, step: int) -> Metrics:
