@@ -116,7 +116,7 @@ EXAMPLES = [
         "list the losses",
         r".*\S",
         count=6,
-        note="*kept* is the area under the learning curve with samples 64 updates old, on two tasks.",
+        note="*kept* is the area under the learning curve at a lag of 64 updates, on two tasks.",
     ),
     Example(
         "recipes dapo",

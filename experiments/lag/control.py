@@ -3,7 +3,7 @@
 fixed         nothing: the learning rate stays
 kl_root       the rate is multiplied by sqrt(min(1, TARGET / KL))
 kl_linear     the rate is multiplied by min(1, TARGET / KL)
-kl_feedback   kl_root, times a scale <= 1 that follows log(TARGET / KL) slowly
+kl_feedback   optimizer.scale_lr_by_kl: kl_root, times a scale that follows TARGET / KL slowly
 ess_root      the rate is multiplied by the root of the effective sample size (arXiv 2602.17616)
 sync_at_kl    with a sawtooth: the sampler also gets new weights after an update with KL > TARGET
 
@@ -18,17 +18,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lagrpo.core.lag_table import LARGEST_KL
+from lagrpo.training.kl_rate import RateByKl
+
 Control = Literal["fixed", "kl_root", "kl_linear", "kl_feedback", "ess_root", "sync_at_kl"]
 CONTROLS: tuple[Control, ...] = get_args(Control)
-TARGET = 0.05
+TARGET = LARGEST_KL
 """nats per token"""
-SHORTEST_TIME = 8
-"""Updates over which feedback acts, at least. With a longer lag it is the lag: earlier than that a
-change of the rate does not show in the KL.
-"""
-LARGEST_ERROR = 2.0
-"""of log(TARGET / KL), so that a single update moves the scale little"""
-SMALLEST_LOG_SCALE = -9.0
+KL_OF_NOT_FINITE = 1e9
 
 
 class RateControl:
@@ -36,23 +33,24 @@ class RateControl:
 
     def __init__(self, controls: Sequence[Control], lag: int):
         self._controls = controls
-        self._time = max(SHORTEST_TIME, lag)
-        self._log_scale = torch.zeros(len(controls))
+        self._feedback = [RateByKl(TARGET, lag) for _ in controls]
 
     def factors(self, kl: Tensor, ess: Tensor) -> Tensor:
         """The factor of each run's rate at this update, [S]; kl and ess [S]."""
-        # A KL that is not finite counts as infinite.
-        ratio = torch.where(kl.isfinite(), TARGET / kl.clamp(min=1e-9), 1e-9)
-        error = ratio.log().clamp(-LARGEST_ERROR, LARGEST_ERROR)
-        log_scale = self._log_scale + error / (2 * self._time)
-        self._log_scale = log_scale.clamp(SMALLEST_LOG_SCALE, 0.0)
-        linear = ratio.clamp(max=1.0)
-        by_control = {
+        kl = torch.where(kl.isfinite(), kl, KL_OF_NOT_FINITE)
+        linear = (TARGET / kl.clamp(min=1e-9)).clamp(max=1.0)
+        feedback = [
+            rate.next_factor(float(kl_of_run))
+            for rate, kl_of_run in zip(self._feedback, kl, strict=True)
+        ]
+        ones = torch.ones_like(kl)
+        by_control: dict[Control, Tensor] = {
+            "fixed": ones,
             "kl_root": linear.sqrt(),
             "kl_linear": linear,
-            "kl_feedback": self._log_scale.exp() * linear.sqrt(),
+            "kl_feedback": torch.tensor(feedback),
             "ess_root": ess.sqrt(),
+            "sync_at_kl": ones,
         }
-        ones = torch.ones_like(kl)
-        columns = [by_control.get(control, ones)[s] for s, control in enumerate(self._controls)]
+        columns = [by_control[control][s] for s, control in enumerate(self._controls)]
         return torch.stack(columns)

@@ -70,6 +70,7 @@ STARTS = {
     "chain-long": (1.6, 6.4),
     "chain-inept": (6.6, 14.9),
     "chain-luck": (1.2, 3.0),
+    "chain-other": (1.2, 3.0),
     "gamble": (5.6, 15.7),
     "gamble-sure": (3.1, 15.7),
     "gamble-exact": (3.1, 15.7),
