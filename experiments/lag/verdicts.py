@@ -80,6 +80,7 @@ STARTS = {
     "journey": (10.7, 31.9),
     "chain-large": (1.1, 2.9),
     "gamble-large": (5.6, 15.6),
+    "gamble-other": (5.6, 15.5),
 }
 """Mistakes and entropy (nats) of a completion of the starting point.
 
