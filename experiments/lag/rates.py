@@ -104,10 +104,8 @@ def controls_table(records: Records) -> str:
     rows = [["ages", "control", "rate", "area", "score at the end", "collapses", "cells", "runs"]]
     for kind in "sawtooth", "constant":
         cells = list(_controlled_cells(records, kind))
-        arms: list[tuple[Control, float]] = []
-        arms.append(("fixed", SHARED_RATE))
-        for rate in CONTROL_RATES:
-            arms += [(control, rate) for control in CONTROLS]
+        arms: list[tuple[Control, float]] = [("fixed", SHARED_RATE)]
+        arms.extend((control, rate) for rate in CONTROL_RATES for control in CONTROLS)
         for control, rate in arms:
             with_runs = [cell for cell in cells if cell.runs(control, rate)]
             if not with_runs:
