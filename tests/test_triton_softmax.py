@@ -140,9 +140,13 @@ def test_gradient_of_logits_has_the_gradient_of_the_entropy(
     entropy = torch.empty(rows, device=DEVICE)
     log_sum_exp = in_triton.token_logp(logits, tokens, tau, entropy)[1]
     by_c = in_c.token_logp_backward(
-        *(tensor.clone().cpu() for tensor in (logits, tokens)),
+        logits.clone().cpu(),
+        tokens.cpu(),
         tau,
-        *(tensor.cpu() for tensor in (log_sum_exp, grad, entropy, grad_entropy)),
+        log_sum_exp.cpu(),
+        grad.cpu(),
+        entropy.cpu(),
+        grad_entropy.cpu(),
     )
     logp = exact_log_softmax(logits, tau)
     p = logp.exp()

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lagrpo.core.lag_table import LARGEST_KL
+from lagrpo.settings.lag_table import LARGEST_KL
 from lagrpo.training.kl_rate import RateByKl
 
 Control = Literal["fixed", "kl_root", "kl_linear", "kl_feedback", "ess_root", "sync_at_kl"]
