@@ -109,7 +109,7 @@ def remove_weights(model: Path) -> None:
 def name_a_missing_shard(model: Path) -> None:
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def cut_weights(model: Path) -> None:
@@ -196,7 +196,9 @@ def test_evaluation_is_of_all_rows_or_of_the_test_split(model, tmp_path, monkeyp
 
 def test_evaluation_is_of_all_rows_of_a_file_of_any_name(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    Path("questions.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS[:2]), encoding="utf-8"
+    )
     evaluation = lagrpo.evaluate(model, "questions.jsonl", "exact", settings=LIMITS)
     assert evaluation.summary["prompts"] == 2
 

@@ -574,8 +574,8 @@ def moved(tmp_path, monkeypatch) -> Path:
         file.touch()
     run = tmp_path / "elsewhere" / "run"
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(tomli_w.dumps(settings))
-    (run / "environment.json").write_text(json.dumps({"directory": str(start)}))
+    (run / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+    (run / "environment.json").write_text(json.dumps({"directory": str(start)}), encoding="utf-8")
     monkeypatch.chdir(run.parent)
     return start
 

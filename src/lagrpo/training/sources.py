@@ -109,9 +109,14 @@ def find_module(code: object) -> ModuleType | None:
     return sys.modules.get(getattr(code, "__module__", None) or "")
 
 
-def find_file(module: ModuleType | None) -> Path | None:
-    """The file of a module; None for modules of Python and lagrpo, and without a file."""
-    package = getattr(module, "__name__", "").partition(".")[0]
+def find_file(module: object) -> Path | None:
+    """The file of a module; None for modules of Python and lagrpo, and without a file.
+
+    `sys.modules` may hold objects that are not modules.
+    """
+    if not isinstance(module, ModuleType):
+        return None
+    package = module.__name__.partition(".")[0]
     if package in sys.stdlib_module_names or package == "lagrpo":
         return None
     file = Path(getattr(module, "__file__", None) or "")

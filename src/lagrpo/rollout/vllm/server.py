@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, NoReturn
@@ -286,7 +287,7 @@ def chosen_share(options: Sequence[str]) -> str | None:
     >>> chosen_share(["--seed", "3", "--gpu-memory-utilization", "0.3"])
     '0.3'
     """
-    for word, next_word in zip(options, [*options[1:], ""], strict=True):
+    for word, next_word in zip_longest(options, options[1:], fillvalue=""):
         if word.startswith(MEMORY_OPTION):
             return word.partition("=")[2] or next_word
     return None
