@@ -227,7 +227,7 @@ def random_group(policy: Policy, context: int, turn: int, key: int) -> Group:
             Completion(
                 token_ids=torch.tensor(completion_ids),
                 # What a model with random weights gives, roughly.
-                logp_alpha=torch.full((length,), -math.log(vocabulary_of(policy))),
+                rollout_logp=torch.full((length,), -math.log(vocabulary_of(policy))),
                 versions=torch.full((length,), policy.version),
                 finished=False,
                 text="",

@@ -376,7 +376,7 @@ def random_micro_batches(
             Completion(
                 token_ids=torch.randint(vocabulary, (length,), generator=rng),
                 # Any number does: only the time is measured.
-                logp_alpha=torch.full((length,), -9.0),
+                rollout_logp=torch.full((length,), -9.0),
                 versions=torch.zeros(length, dtype=torch.long),
                 finished=False,
                 text="",

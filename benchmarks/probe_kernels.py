@@ -279,7 +279,7 @@ def difference_of_log_probs(policy: Policy, groups: list[Group]) -> Tensor:
         [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups],
         policy.device,
     )
-    sampled = torch.cat([c.logp_alpha for g in groups for c in g.completions])
+    sampled = torch.cat([c.rollout_logp for g in groups for c in g.completions])
     with torch.no_grad():
         return (policy.logp(packed).cpu() - sampled).abs()
 

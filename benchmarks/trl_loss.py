@@ -11,7 +11,7 @@ gradient just before the optimizer's step. It sets one value itself, because TRL
 vLLM: the log-probs of the policy that generated the samples (`old_per_token_logps`).
 
 The request: `model` (directory), `config` (arguments of GRPOConfig), and `groups`, each with
-`prompt` (token ids) and `completions` [{`token_ids`, `logp_alpha`, `reward`}].
+`prompt` (token ids) and `completions` [{`token_ids`, `rollout_logp`, `reward`}].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompletionRow(TypedDict):
     """A completion of a request, with the log-probs of the policy that generated it."""
 
     token_ids: list[int]
-    logp_alpha: list[float]
+    rollout_logp: list[float]
     reward: float
 
 
@@ -66,7 +66,7 @@ class GivenRollouts(GRPOTrainer):
         for row, completion in enumerate(self.completions):
             length = len(completion["token_ids"])
             # TRL pads completions on the right. What stands at padding does not count.
-            old_logps[row, :length] = torch.tensor(completion["logp_alpha"])
+            old_logps[row, :length] = torch.tensor(completion["rollout_logp"])
         return {**batch, "old_per_token_logps": old_logps}
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, object]) -> torch.Tensor:

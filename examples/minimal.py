@@ -66,14 +66,14 @@ def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
         [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     )
     logp_T = policy.logp(packed)  # log π: the only term with a gradient
-    logp_alpha_T = torch.cat(
-        [completion.logp_alpha for completion in completions]
+    rollout_logp_T = torch.cat(
+        [completion.rollout_logp for completion in completions]
     )  # recorded by the sampler
     completion_T = torch.arange(len(completions)).repeat_interleave(lengths_C)
-    inputs = LossInputs(logp_T, logp_alpha_T, None, None, completion_T, advantage_C)
+    inputs = LossInputs(logp_T, rollout_logp_T, None, None, completion_T, advantage_C)
     value_T = clipped(inputs, epsilon_low=EPSILON, epsilon_high=EPSILON)
     weight_T = (1 / (len(completions) * lengths_C))[completion_T]
-    return -(weight_T * value_T).sum(), (logp_T - logp_alpha_T).exp().detach()
+    return -(weight_T * value_T).sum(), (logp_T - rollout_logp_T).exp().detach()
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,9 @@ def groups(policy: Policy) -> list[Group]:
             group,
             completions=tuple(
                 replace(
-                    c, logp_alpha=c.logp_alpha + 0.3 * torch.randn(len(c.token_ids), generator=rng)
+                    c,
+                    rollout_logp=c.rollout_logp
+                    + 0.3 * torch.randn(len(c.token_ids), generator=rng),
                 )
                 for c in group.completions
             ),
@@ -129,7 +131,7 @@ def of_trl(model: Path, groups: list[Group], config: JsonView, scratch: Path) ->
                 "completions": [
                     {
                         "token_ids": c.token_ids.tolist(),
-                        "logp_alpha": c.logp_alpha.tolist(),
+                        "rollout_logp": c.rollout_logp.tolist(),
                         "reward": c.reward,
                     }
                     for c in group.completions

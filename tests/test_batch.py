@@ -15,7 +15,7 @@ def completion(reward: float, versions: list[int], finished: bool = True) -> Com
     count = len(versions)
     return Completion(
         token_ids=torch.arange(3, 3 + count),
-        logp_alpha=-torch.ones(count),
+        rollout_logp=-torch.ones(count),
         versions=torch.tensor(versions),
         finished=finished,
         text="",

@@ -90,7 +90,7 @@ def are_same(groups: dict[int, Group], others: dict[int, Group]) -> bool:
     pairs = zip(completions_of(groups), completions_of(others), strict=True)
     return all(
         torch.equal(a.token_ids, b.token_ids)
-        and torch.equal(a.logp_alpha[a.sampled], b.logp_alpha[b.sampled])
+        and torch.equal(a.rollout_logp[a.sampled], b.rollout_logp[b.sampled])
         and (a.turns, a.outcome, a.finished) == (b.turns, b.outcome, b.finished)
         for a, b in pairs
     )
@@ -127,7 +127,7 @@ def test_trainer_and_sampler_agree_on_tokens_of_all_turns(kind, dtype, rounding)
     assert max(len(completion.turns) for completion in completions) >= 3
 
     is_sampled_T = torch.cat([completion.sampled for completion in completions])
-    sampler_logp_T = torch.cat([completion.logp_alpha for completion in completions])
+    sampler_logp_T = torch.cat([completion.rollout_logp for completion in completions])
     packed = Packed.build(
         [
             (groups[key].prompt.token_ids, [c.token_ids for c in groups[key].completions])
@@ -191,7 +191,7 @@ def test_completion_is_the_conversation_that_the_template_writes():
             characters = sum(len(text) for text in policy_turns)
             ends = len(policy_turns) - (not completion.finished)
             assert completion.length == characters + ends
-            assert bool(completion.logp_alpha[~completion.sampled].isnan().all())
+            assert bool(completion.rollout_logp[~completion.sampled].isnan().all())
             stretches = list(itertools.groupby(completion.sampled.tolist()))
             assert len(stretches) == len(completion.turns)
 

@@ -50,6 +50,6 @@ def test_a_run_is_learned_from_as_it_was_recorded(tmp_path, monkeypatch, capsys)
     ]
     assert len(completions) == 24
     for completion in completions:
-        assert completion.logp_alpha.tolist() == pytest.approx(
+        assert completion.rollout_logp.tolist() == pytest.approx(
             then[*completion.token_ids.tolist(), completion.reward], abs=1e-5
         )

@@ -48,7 +48,7 @@ def test_sampler_and_trainer_agree_on_cuda(dtype, tolerance):
     )
     with torch.no_grad():
         difference = on_gpu.logp(packed).cpu() - torch.cat(
-            [c.logp_alpha for g in groups for c in g.completions]
+            [c.rollout_logp for g in groups for c in g.completions]
         )
     assert difference.abs().mean() <= tolerance
     assert log_ratio(policy, groups).abs().mean() <= 10 * tolerance  # and the CPU is not far
@@ -71,7 +71,7 @@ def test_ratio_is_exactly_one_right_after_a_weight_sync(exact_policy):
     )
     with torch.no_grad():
         logp = exact_policy.logp(packed).cpu()
-    assert torch.equal(logp, torch.cat([c.logp_alpha for g in groups for c in g.completions]))
+    assert torch.equal(logp, torch.cat([c.rollout_logp for g in groups for c in g.completions]))
 
 
 def test_completion_is_independent_of_other_completions_in_the_batch(exact_policy):
@@ -88,7 +88,7 @@ def test_completion_is_independent_of_other_completions_in_the_batch(exact_polic
         for key, group in other.items():
             for ours, theirs in zip(group.completions, wide[key].completions, strict=True):
                 assert torch.equal(ours.token_ids, theirs.token_ids)
-                assert torch.equal(ours.logp_alpha, theirs.logp_alpha)
+                assert torch.equal(ours.rollout_logp, theirs.rollout_logp)
 
 
 def test_recorded_steps_sample_the_same_tokens(monkeypatch):
@@ -100,7 +100,7 @@ def test_recorded_steps_sample_the_same_tokens(monkeypatch):
     for key, group in samples[0].items():
         for ours, plain in zip(group.completions, samples[1][key].completions, strict=True):
             assert torch.equal(ours.token_ids, plain.token_ids)
-            assert torch.equal(ours.logp_alpha, plain.logp_alpha)
+            assert torch.equal(ours.rollout_logp, plain.rollout_logp)
 
 
 def test_recorded_steps_of_several_pieces_give_each_row_its_own_hidden_state(monkeypatch):
@@ -170,7 +170,7 @@ def test_sampler_with_graphs_of_earlier_batches_samples_what_a_new_one_does():
     for key, group in sampled(other, requests_for(policy, 5), max_tokens=100).items():
         for ours, new in zip(groups[key].completions, group.completions, strict=True):
             assert torch.equal(ours.token_ids, new.token_ids)
-            assert torch.equal(ours.logp_alpha, new.logp_alpha)
+            assert torch.equal(ours.rollout_logp, new.rollout_logp)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -45,7 +45,7 @@ def batch(
 def metrics_of(
     batch: Batch,
     updates: Sequence[dict[str, float]] = (),
-    logp_k: dict[int, Tensor] | None = None,
+    old_logp: dict[int, Tensor] | None = None,
     reason: SyncReason = SyncReason.NOT_DUE,
     loss_metrics: Sequence[str] = (),
     **clock: float,
@@ -53,7 +53,7 @@ def metrics_of(
     seconds = {Phase(name): value for name, value in clock.items()}
     timer = Times(seconds, total=9.0, generated=30)
     state = LoopState(batch=7, sync={"logp_difference_max": 0.25, "changed_fraction": 0.5})
-    records = Records.build(batch, {c: (logp, None) for c, logp in (logp_k or {}).items()})
+    records = Records.build(batch, {c: (logp, None) for c, logp in (old_logp or {}).items()})
     step = Step(2, 7, 6, reason, {}, batch, (), updates, records, timer, state)
     return batch_metrics(step, loss_metrics=loss_metrics)
 
@@ -151,7 +151,7 @@ def test_ratios_cover_the_tokens_of_the_objective_also_those_that_no_update_comp
     )
     log_2 = torch.tensor([math.log(2), -math.log(2)])
     metrics = metrics_of(
-        scored_batch, logp_k={0: log_2, 1: torch.zeros(2), 2: torch.full((2,), 50.0)}
+        scored_batch, old_logp={0: log_2, 1: torch.zeros(2), 2: torch.full((2,), 50.0)}
     )
     expected = {
         "rollout/ratio_mean": 4.5 / 4,

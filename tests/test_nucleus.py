@@ -62,7 +62,7 @@ def test_sampler_takes_tokens_of_the_nucleus_with_the_log_probs_of_it(backend):
     for group in groups:
         first, *others = group.completions
         assert all(torch.equal(first.token_ids, other.token_ids) for other in others)
-        assert torch.equal(first.logp_alpha, torch.zeros(first.length))
+        assert torch.equal(first.rollout_logp, torch.zeros(first.length))
 
     half = SamplingParams("evaluate", tau=1.0, max_tokens=8, top_p=0.5)
     wide_params = SamplingParams("evaluate", tau=1.0, max_tokens=8)
@@ -74,7 +74,7 @@ def test_sampler_takes_tokens_of_the_nucleus_with_the_log_probs_of_it(backend):
         for narrow, wide in zip(narrow_group.completions, wide_group.completions, strict=True):
             if narrow.token_ids[0] == wide.token_ids[0]:
                 # Renormalized over at least half of the probability.
-                gain = float(narrow.logp_alpha[0] - wide.logp_alpha[0])
+                gain = float(narrow.rollout_logp[0] - wide.rollout_logp[0])
                 assert 0 < gain <= math.log(2) + 1e-5
 
 

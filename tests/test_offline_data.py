@@ -53,7 +53,7 @@ def test_rows_of_one_prompt_and_answer_form_a_group(tmp_path):
     assert first.reward == 1.0
     assert by_text["two",].completions[0].outcome is None  # for the reward function, against gold
     assert by_text["two",].prompt.answer == "2"
-    assert first.logp_alpha.isnan().all()
+    assert first.rollout_logp.isnan().all()
     assert first.versions.tolist() == [-1, -1]
 
 
@@ -167,16 +167,21 @@ def test_bad_rows_are_named(tmp_path):
 
 def test_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known(tmp_path):
     nan = float("nan")
-    for logp_alpha, expected in (
+    for rollout_logp, expected in (
         (None, []),
         ([None, -0.5], [-0.5]),
         ([nan, -0.5], [-0.5]),
         ([1e-6, 0], [1e-6, 0]),
     ):
-        row = {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": logp_alpha, "reward": 1.0}
+        row = {
+            "prompt": "1+1=",
+            "token_ids": [5, 1],
+            "rollout_logprobs": rollout_logp,
+            "reward": 1.0,
+        }
         offline_data = loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
         assert offline_data.has_logp == (len(expected) == 2)
-        read = offline_data.batch(1, 1)[0].completions[0].logp_alpha
+        read = offline_data.batch(1, 1)[0].completions[0].rollout_logp
         assert read[~read.isnan()].tolist() == pytest.approx(expected)
 
 
@@ -246,7 +251,7 @@ def test_run_glob_list_and_file_give_the_groups_of_the_run(tmp_path):
         next(g for g in groups if len(g.completions) > 1).completions, written_ones, strict=True
     ):
         assert torch.equal(ours.token_ids, theirs.token_ids)
-        assert torch.equal(ours.logp_alpha, theirs.logp_alpha)
+        assert torch.equal(ours.rollout_logp, theirs.rollout_logp)
         assert (ours.versions == -1).all()  # version 3 of another run is no version of this one
         assert (ours.outcome, ours.finished, ours.text) == (
             theirs.outcome,

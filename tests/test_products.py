@@ -182,7 +182,7 @@ def test_steps_through_all_layers_by_tiles_sample_what_the_trainer_computes():
                 [(request.prompt.token_ids, [c.token_ids for c in group.completions])]
             )
             assert torch.equal(
-                policy.logp(packed), torch.cat([c.logp_alpha for c in group.completions])
+                policy.logp(packed), torch.cat([c.rollout_logp for c in group.completions])
             )
         layers = sampler.policy.model.layers
         assert layers is not None

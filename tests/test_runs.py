@@ -56,7 +56,7 @@ def completion(
     count = len(versions)
     return Completion(
         token_ids=torch.arange(5, 5 + count),
-        logp_alpha=torch.linspace(-0.1, -2.5, count, dtype=torch.float32),
+        rollout_logp=torch.linspace(-0.1, -2.5, count, dtype=torch.float32),
         versions=torch.tensor(versions, dtype=torch.int64),
         finished=finished,
         text=text,

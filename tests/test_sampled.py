@@ -74,7 +74,7 @@ def by_hand(name: str, policy: Policy, reference: Policy) -> tuple[Tensor, Tenso
         )
         for c, A in zip(group.completions, advantages.tolist(), strict=True):
             logp = alone(policy, group, c)
-            log_rho = logp - c.logp_alpha[c.sampled]
+            log_rho = logp - c.rollout_logp[c.sampled]
             rho = log_rho.mean().exp().expand(len(logp)) if name == "gspo" else log_rho.exp()
             low, high = (3e-4, 4e-4) if name == "gspo" else (0.2, 0.28 if name == "dapo" else 0.2)
             value = torch.minimum(rho * A, rho.clamp(1 - low, 1 + high) * A)
@@ -138,9 +138,11 @@ def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
 
 
 def test_metrics_and_lag_are_those_of_the_sampled_tokens():
-    batch, rows, updates, logp_k = used()
+    batch, rows, updates, old_logp = used()
     completions = [c for group in groups() for c in group.completions]
-    log_rho = [logp - c.logp_alpha[c.sampled] for logp, c in zip(logp_k, completions, strict=True)]
+    log_rho = [
+        logp - c.rollout_logp[c.sampled] for logp, c in zip(old_logp, completions, strict=True)
+    ]
     sums_C = torch.stack([x.double().sum() for x in log_rho])
     records = record_completions(batch, rows)
     torch.testing.assert_close(records.log_ratio_C, sums_C, rtol=1e-5, atol=1e-5)
@@ -210,10 +212,10 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
             return c
         is_sampled = torch.arange(len(c.token_ids)) != (1 if len(c.token_ids) > 2 else -1)
         logp, versions = (
-            torch.where(is_sampled, c.logp_alpha, NAN),
+            torch.where(is_sampled, c.rollout_logp, NAN),
             torch.where(is_sampled, c.versions, ENVIRONMENT),
         )
-        return replace(c, logp_alpha=logp, versions=versions, sampled=is_sampled)
+        return replace(c, rollout_logp=logp, versions=versions, sampled=is_sampled)
 
     monkeypatch.setattr(LocalSampler, "_complete", with_a_reply)
     settings = tiny_settings(

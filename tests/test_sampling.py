@@ -52,7 +52,7 @@ def log_ratio(policy, groups) -> torch.Tensor:
     )
     with torch.no_grad():
         return policy.logp(packed) - torch.cat(
-            [c.logp_alpha for g in groups for c in g.completions]
+            [c.rollout_logp for g in groups for c in g.completions]
         )
 
 
@@ -89,7 +89,7 @@ def test_completion_is_independent_of_other_completions_in_the_batch():
             for ours, theirs in zip(group.completions, wide[key].completions, strict=True):
                 assert torch.equal(ours.token_ids, theirs.token_ids)
                 torch.testing.assert_close(
-                    ours.logp_alpha, theirs.logp_alpha, rtol=0, atol=0 if exact else 1e-5
+                    ours.rollout_logp, theirs.rollout_logp, rtol=0, atol=0 if exact else 1e-5
                 )
 
 

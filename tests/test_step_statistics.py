@@ -60,8 +60,8 @@ def stale(groups: Sequence[Group], spread: float = 0.3) -> list[Group]:
     generator = torch.Generator().manual_seed(5)
 
     def add_noise(completion: Completion) -> Completion:
-        noise = spread * torch.randn(len(completion.logp_alpha), generator=generator)
-        return replace(completion, logp_alpha=completion.logp_alpha + noise)
+        noise = spread * torch.randn(len(completion.rollout_logp), generator=generator)
+        return replace(completion, rollout_logp=completion.rollout_logp + noise)
 
     return [
         replace(group, completions=tuple(map(add_noise, group.completions))) for group in groups

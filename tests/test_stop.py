@@ -84,7 +84,7 @@ def test_completion_with_a_stop_text_is_the_beginning_of_the_one_without():
     assert sum(one.length < other.length for one, other in zip(cut, uncut, strict=True)) > 0
     for one, other in zip(cut, uncut, strict=True):
         assert torch.equal(one.token_ids, other.token_ids[: one.length])
-        assert torch.equal(one.logp_alpha, other.logp_alpha[: one.length])
+        assert torch.equal(one.rollout_logp, other.rollout_logp[: one.length])
         stop_index = other.text.find(stop[0])
         if stop_index < 0:
             assert (one.length, one.finished) == (other.length, other.finished)
@@ -133,7 +133,7 @@ def test_server_gets_the_stop_texts_and_what_it_samples_beyond_is_cut():
     assert body["sampling_params"]["stop"] == ["bc"]
     assert body["sampling_params"]["detokenize"] is True
     assert (completion.text, completion.finished) == ("abc", True)
-    assert completion.logp_alpha.tolist() == [-1.0, -2.0, -3.0]
+    assert completion.rollout_logp.tolist() == [-1.0, -2.0, -3.0]
     assert len(completion.versions) == 3
     assert completion.sampled.tolist() == [True, True, True]
     assert completion.length == 3

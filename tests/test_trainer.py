@@ -204,7 +204,7 @@ def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(
     groups = judge_groups(generate_groups(policy), lambda g, j, c: 1.0 if g < 2 else float(j % 2))
     for group in groups:  # as if an older policy had sampled them
         for c in group.completions:
-            c.logp_alpha.sub_(0.3)
+            c.rollout_logp.sub_(0.3)
     batch = assembled(recipe, groups)
     everything = micro_batches(batch, 10_000, whole_groups=True)
     fewer = micro_batches(batch, 10_000, whole_groups=True, skip_zero_advantage=True)
@@ -317,7 +317,7 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     groups = judge_groups(generate_groups(policy))
     for group in groups:
         for c in group.completions:
-            c.logp_alpha.sub_(0.3)
+            c.rollout_logp.sub_(0.3)
 
     def of(name: str, most: float = math.inf, **changes) -> torch.Tensor:
         recipe = resolve(name, {"beta": 0.0} | changes)
@@ -475,7 +475,7 @@ def stale_groups() -> list[Group]:
         replace(
             group,
             completions=tuple(
-                replace(completion, logp_alpha=completion.logp_alpha * (1 + 0.02 * index))
+                replace(completion, rollout_logp=completion.rollout_logp * (1 + 0.02 * index))
                 for index, completion in enumerate(group.completions)
             ),
         )

@@ -90,7 +90,7 @@ def test_sampler_records_the_log_probs_of_the_trainer():
     packed = Packed.build(
         [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups], DEVICE
     )
-    recorded = torch.cat([c.logp_alpha for g in groups for c in g.completions])
+    recorded = torch.cat([c.rollout_logp for g in groups for c in g.completions])
     with torch.no_grad():
         logp = policy.logp(packed).cpu()
     # The products of one row and of many sum in another order.

@@ -121,7 +121,7 @@ def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine
         assert completion.outcome is not None
         assert completion.outcome.kind == "failed"
         assert reason in completion.outcome.reason
-        assert not (completion.logp_alpha == 0).any()
+        assert not (completion.rollout_logp == 0).any()
 
 
 def test_training_asks_for_the_whole_distribution_and_an_evaluation_for_its_own(
@@ -600,7 +600,7 @@ def test_each_turn_is_a_request_with_everything_so_far(fake):
         ids = [*group.prompt.token_ids, *c.token_ids.tolist()]
         assert any(body["token_ids"] == ids[:-3] for body in later)
         assert (chat.decode(c.token_ids.tolist()), c.length) == (c.text, 9)
-        assert c.logp_alpha[c.sampled].tolist() == [0.0, -0.5, -1.0] * 3
+        assert c.rollout_logp[c.sampled].tolist() == [0.0, -0.5, -1.0] * 3
 
 
 def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_completion(fake):

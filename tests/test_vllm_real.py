@@ -103,7 +103,9 @@ def distance(policy: Policy, group: Group) -> float:
     packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions])])
     with torch.no_grad():
         return float(
-            (policy.logp(packed) - torch.cat([c.logp_alpha for c in group.completions])).abs().max()
+            (policy.logp(packed) - torch.cat([c.rollout_logp for c in group.completions]))
+            .abs()
+            .max()
         )
 
 

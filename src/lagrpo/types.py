@@ -14,8 +14,8 @@ after the other, `completion_T` the index (0 .. C-1) of the completion that each
 Policies, and the names of their log-probs:
 
     π       the policy that learns                   logp
-    π_k     π before the updates on batch k          old_logp, in metrics logp_k
-    α       the policy that sampled the completion   logp_alpha (Completion), else rollout_logp
+    π_k     π before the updates on batch k          old_logp
+    α       the policy that sampled the completion   rollout_logp
     π_ref   the reference of the KL term             ref_logp
 
 The columns of a file of rollouts are old_logprobs and rollout_logprobs.
@@ -175,7 +175,7 @@ class Completion:
 
     token_ids: torch.Tensor
     """int64 [t]"""
-    logp_alpha: torch.Tensor
+    rollout_logp: torch.Tensor
     """float32 [t], log-probs under the policy that sampled the tokens, nats, at the sampling
     temperature"""
     versions: torch.Tensor
@@ -214,7 +214,7 @@ class Completion:
     @property
     def has_logp(self) -> bool:
         """True if the log-prob of every sampled token is known."""
-        return not bool((self.logp_alpha.isnan() & self.sampled).any())
+        return not bool((self.rollout_logp.isnan() & self.sampled).any())
 
     @property
     def policy_turns(self) -> int:

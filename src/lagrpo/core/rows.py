@@ -321,7 +321,7 @@ REC_ROWS: dict[str, Recipe] = {
         surrogate=piece(reinforce, regularizer=asymre),
     ),
     "opmd": Recipe(
-        "A logp - .1 (logp - logp_alpha)^2, A centered; mean over the tokens of the batch",
+        "A logp - .1 (logp - rollout_logp)^2, A centered; mean over the tokens of the batch",
         f"{YAO}: OPMD in its practical form. DRO of verl and Tinker is the same with strength = "
         "beta / 2, verl's with the anchor pi_k",
         advantage=piece(centered),
@@ -408,7 +408,7 @@ PROBABILITY_ROWS: dict[str, Recipe] = {
         reduction=piece(constant_length),
     ),
     "prime_rl": Recipe(
-        "M sg(rho) A logp - .001 (logp - logp_alpha)^2, M = DPPO-TV with .2, A centered; mean "
+        "M sg(rho) A logp - .001 (logp - rollout_logp)^2, M = DPPO-TV with .2, A centered; mean "
         "over the tokens of the batch",
         f"prime-rl's default of August 2026, after {DPPO}; the squared log-ratio, on all tokens, "
         "is credited to Kimi K2.5, arXiv 2602.02276",
@@ -421,8 +421,8 @@ PROBABILITY_ROWS: dict[str, Recipe] = {
         ),
     ),
     "ipo_mask": Recipe(
-        "M sg(rho) A logp - .001 (logp - logp_alpha)^2, M: |pi - alpha| <= .1 whatever the sign of "
-        "A, A centered; mean over the tokens of the batch",
+        "M sg(rho) A logp - .001 (logp - rollout_logp)^2, M: |pi - alpha| <= .1 whatever the sign "
+        "of A, A centered; mean over the tokens of the batch",
         "prime-rl's loss `ipo`, its default in March 2026; not the preference optimization of that "
         "name (online_ipo)",
         advantage=piece(centered),

@@ -299,7 +299,7 @@ def _read_completion(row: Row, prompt: Prompt, replies: Replies) -> Completion:
     # Tensors of shape [t], one entry per token.
     return Completion(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
-        logp_alpha=_read_logp(row, num_tokens),
+        rollout_logp=_read_logp(row, num_tokens),
         versions=torch.full((num_tokens,), UNKNOWN_VERSION),
         finished=finished,
         text=content if isinstance(content, str) else replies.chat.decode(token_ids),

@@ -3,8 +3,8 @@
 The engine keeps a copy of the weights of α. A token is sampled by inverting the cumulative
 distribution at a uniform number, keyed by (seed, "sample", batch, epoch, prompt, completion,
 position), so a completion is the same whatever is sampled with it. Training has no top-k and no
-top-p: the trainer differentiates the distribution that is sampled. `logp_alpha` is float32, at the
-sampling temperature.
+top-p: the trainer differentiates the distribution that is sampled. `rollout_logp` is float32, at
+the sampling temperature.
 
 With an environment, a row whose turn has ended waits while the others continue. If the arithmetic
 is exact, the step at which the row continues cannot change its bits. Otherwise rounding depends on
@@ -167,7 +167,7 @@ class LocalSampler(EngineDefaults):
         sampled = torch.from_numpy(row.is_sampled)  # bool [tokens]
         return Completion(
             token_ids=torch.from_numpy(row.tokens),
-            logp_alpha=torch.from_numpy(row.logp),
+            rollout_logp=torch.from_numpy(row.logp),
             # One version for all tokens: weights are not synced while completions are in flight.
             versions=torch.where(sampled, self.version, -1),
             finished=finished,

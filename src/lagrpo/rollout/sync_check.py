@@ -129,7 +129,7 @@ class LocalCheck:
         groups = [group for _, group in sampler.sample(requests, LOCAL_COMPLETIONS, params)]
         groups = in_order(requests, groups)
 
-        sampled_T = _logp_alpha(groups)
+        sampled_T = _rollout_logp(groups)
         trainer_T = _logp(policy, _items_of(groups), policy.tau)
         check_finite(trainer_T, "the initial policy")
         difference_T = (trainer_T - sampled_T).abs()
@@ -260,7 +260,7 @@ class ServerCheck:
             self._items = _items_of(groups)
             check_distance(
                 _logp(policy, self._items, policy.tau),
-                _logp_alpha(groups),
+                _rollout_logp(groups),
                 self.tolerance / policy.tau,
                 f"the completions of {server}",
             )
@@ -345,10 +345,10 @@ def _items_of(groups: Sequence[Group]) -> list[Item]:
     ]
 
 
-def _logp_alpha(groups: Sequence[Group]) -> Tensor:
+def _rollout_logp(groups: Sequence[Group]) -> Tensor:
     """Returns the log-probs [T] with which the groups were sampled."""
     return torch.cat(
-        [completion.logp_alpha for group in groups for completion in group.completions]
+        [completion.rollout_logp for group in groups for completion in group.completions]
     )
 
 

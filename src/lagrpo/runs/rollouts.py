@@ -131,7 +131,7 @@ def _completion_columns(
         "messages": list(completion.turns),
         "token_ids": completion.token_ids.tolist(),
         "rollout_logprobs": [
-            None if math.isnan(logp) else logp for logp in completion.logp_alpha.tolist()
+            None if math.isnan(logp) else logp for logp in completion.rollout_logp.tolist()
         ],
         "policy_versions": completion.versions.tolist(),
         "loss_mask": completion.sampled.tolist(),

@@ -312,7 +312,7 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
     layout = replace(row.layout, logit_rows=row.layout.logit_rows[is_kept])
     rollout_logp_T = None
     if bool(batch.has_logp_C[members].all()):
-        rollout_logp_T = torch.cat([c.logp_alpha for c in completions])[is_sampled_T].to(device)
+        rollout_logp_T = torch.cat([c.rollout_logp for c in completions])[is_sampled_T].to(device)
     versions = torch.cat([c.versions for c in completions])
     return MicroBatch(
         packed=replace(row, layout=layout, token_ids=row.token_ids[is_kept]),

@@ -198,8 +198,8 @@ class FaultWatch(Callback):
         for finding in find_all(record, DETECTORS):
             if finding.cost >= least and finding.detector not in self.warned:
                 self.warned.add(finding.detector)
-                cure = setting_words(finding) or finding.advice
-                logger.warning("%s %s (lagrpo diagnose)", finding.sentence, cure)
+                advice = setting_words(finding) or finding.advice
+                logger.warning("%s %s (lagrpo diagnose)", finding.sentence, advice)
 
 
 class TensorBoard:

@@ -284,7 +284,7 @@ def _completion(row: JsonView, chat: Chat) -> Completion:
     logprobs = [math.nan if logp is None else logp for logp in row["rollout_logprobs"]]
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
-        logp_alpha=torch.tensor(logprobs, dtype=torch.float32),
+        rollout_logp=torch.tensor(logprobs, dtype=torch.float32),
         versions=torch.tensor(row["policy_versions"], dtype=torch.long),
         finished=row["finished"],
         text=row["completion"],

@@ -117,7 +117,7 @@ class Records:
         log_ratio_C, kl_C = torch.full((2, len(batch.member_C)), math.nan, dtype=torch.float64)
         for c, (old_logp_T, entropy_T) in logprobs.items():
             completion = batch.completion(c)
-            rollout_logp_T = completion.logp_alpha[completion.sampled]
+            rollout_logp_T = completion.rollout_logp[completion.sampled]
             log_ratio_T = (old_logp_T - rollout_logp_T).double()
             by_completion[c] = CompletionRecord(old_logp_T, entropy_T, log_ratio_T)
             log_ratio_C[c] = log_ratio_T.sum()

@@ -250,10 +250,10 @@ def log_ratios(rows: Iterable[Row]) -> list[Tensor]:
     for row in rows:
         if row["old_logprobs"] is None or None in sampled(row, "rollout_logprobs"):
             return []
-        logp_k = torch.tensor(sampled(row, "old_logprobs"), dtype=torch.float32)
-        logp_alpha = torch.tensor(sampled(row, "rollout_logprobs"), dtype=torch.float32)
+        old_logp = torch.tensor(sampled(row, "old_logprobs"), dtype=torch.float32)
+        rollout_logp = torch.tensor(sampled(row, "rollout_logprobs"), dtype=torch.float32)
         # The difference is rounded to float32 as in training.
-        log_ratio_of_rows.append((logp_k - logp_alpha).double())
+        log_ratio_of_rows.append((old_logp - rollout_logp).double())
     return log_ratio_of_rows
 
 

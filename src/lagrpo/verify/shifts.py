@@ -116,10 +116,10 @@ def _check_gain(run: RecordedRun, readings: Sequence[RowReading]) -> None:
     gains: list[float] = []
     for reading in readings:
         row = reading.row
-        logp_k = logp_by_row[row["where"], reading.version]
+        old_logp = logp_by_row[row["where"], reading.version]
         logp_after = logp_by_row.get((row["where"], run.version_after(row["step"])))
         if reading.version == row["policy_version"] and logp_after is not None:
-            gains.append((row["advantage"] or 0.0) * (logp_after - logp_k))
+            gains.append((row["advantage"] or 0.0) * (logp_after - old_logp))
     squares = sum(gain * gain for gain in gains)
     if squares == 0:
         return

@@ -256,7 +256,7 @@ def _to_completion(row: Row, chat: Chat) -> Completion:
         later_prefixes = chat.find_later_prefixes(row["token_ids"], row["loss_mask"])
     return Completion(
         token_ids=zeros_T,
-        logp_alpha=zeros_T,
+        rollout_logp=zeros_T,
         versions=zeros_T,
         finished=row["finished"],
         text=row["completion"],

@@ -291,7 +291,7 @@ class VllmEngine(EngineDefaults):
         token_ids = torch.cat([part.token_ids for part in parts])
         return Completion(
             token_ids=token_ids,
-            logp_alpha=torch.cat([part.logp_alpha for part in parts]),
+            rollout_logp=torch.cat([part.rollout_logp for part in parts]),
             versions=torch.cat([part.versions for part in parts]),
             finished=episode.finished,
             text=self.chat.decode(token_ids.tolist()),
@@ -335,7 +335,7 @@ class VllmEngine(EngineDefaults):
         return replace(
             completion,
             token_ids=completion.token_ids[:length],
-            logp_alpha=completion.logp_alpha[:length],
+            rollout_logp=completion.rollout_logp[:length],
             versions=completion.versions[:length],
             sampled=completion.sampled[:length],
             finished=True,
@@ -362,7 +362,7 @@ class VllmEngine(EngineDefaults):
             outcome = Outcome.failed("the server returned a log-prob that is not finite")
         return Completion(
             token_ids=torch.tensor(token_ids, dtype=torch.long),
-            logp_alpha=logp,
+            rollout_logp=logp,
             versions=versions,
             finished=bool(token_ids) and token_ids[-1] in self.chat.eos_ids,
             text=self.chat.decode(token_ids),
@@ -391,7 +391,7 @@ def _reply_part(reply: Sequence[int]) -> Completion:
     num_tokens = len(reply)
     return Completion(
         token_ids=torch.tensor(reply, dtype=torch.long),
-        logp_alpha=torch.full((num_tokens,), math.nan),
+        rollout_logp=torch.full((num_tokens,), math.nan),
         versions=torch.full((num_tokens,), -1),
         finished=False,
         text="",
