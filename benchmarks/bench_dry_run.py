@@ -23,10 +23,10 @@ from work import HASHED, common_options
 
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build_policy import lora_of
-from lagrpo.training.checks import check_settings
-from lagrpo.training.explain import computation_of, empty_model
-from lagrpo.training.memory import Computation, ModelSizes, expected_memory, peak
+from lagrpo.startup.build_policy import lora_of
+from lagrpo.startup.checks import check_settings
+from lagrpo.startup.explain import computation_of, empty_model
+from lagrpo.startup.memory import Computation, ModelSizes, expected_memory, peak
 
 NAME = "dry_run"
 SMALL = str(CHECKOUT / "experiments" / "small" / "model")

@@ -20,13 +20,13 @@ import torch
 from wire import Gate, Wire, imported
 from work import PromptRow, read_prompts
 
+from lagrpo.lifecycle.start_to_end import Training
 from lagrpo.model.model import Policy
 from lagrpo.settings.load import load_settings
+from lagrpo.startup.build import BuiltRun, build_run
+from lagrpo.startup.checks import check_settings
 from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.training.batch import MicroBatch, has_zero_variance
-from lagrpo.training.build import BuiltRun, build_run
-from lagrpo.training.checks import check_settings
-from lagrpo.training.lifecycle import Training
 from lagrpo.training.step import Step
 from lagrpo.types import JsonObject
 

@@ -25,7 +25,7 @@ from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.sections import ModelSettings
-from lagrpo.training.build_policy import build_policy
+from lagrpo.startup.build_policy import build_policy
 from lagrpo.types import JsonObject, Prompt
 
 

@@ -49,12 +49,14 @@ STUDIES = {
 ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("cli", "commands"),),
     (("study", "grids of runs over seeds"),),
-    (("training", "loop, trainer, checkpoints"),),
+    (("lifecycle", "a run from start to end"), ("verify", "replays a run"), ("view", "HTML page")),
+    (("startup", "settings to the two sides"),),
+    (("resume", "checkpoints, changes"),),
+    (("training", "loop, sampling, trainer"),),
     (
         ("rollout/vllm", "servers, weight transfer"),
         ("data", "prompts of a batch, offline data"),
-        ("verify", "replays a run"),
-        ("view", "HTML page"),
+        ("distributed", "ranks"),
     ),
     (("rollout", "local engine, schedule"), ("diagnosis", "findings of a run")),
     (("terminal", "progress, tables"),),
@@ -71,7 +73,9 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
 # The packages that a batch passes, by the steps of docs/architecture.md.
 STEPS = {
     "cli": "1",
-    "training": "1, 4, 5",
+    "startup": "1",
+    "lifecycle": "7",
+    "training": "4, 5",
     "rollout": "2",
     "rewards": "3",
     "core": "6",

@@ -7,7 +7,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 for name in (
     "lagrpo.cli",
-    "lagrpo.training.run",
+    "lagrpo.lifecycle.run",
     "lagrpo.core.recipes",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",

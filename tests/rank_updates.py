@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.core.recipes import resolve
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
 from lagrpo.rollout.base import Request
@@ -26,7 +27,6 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.master_weights import MergedState
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Prompt
 

@@ -20,11 +20,11 @@ from running import skip_curves_and_syncs
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from warm import forks
 
-from lagrpo.training.callbacks import Callback
+from lagrpo.lifecycle.callbacks import Callback
 from lagrpo.types import JsonView
 
 if TYPE_CHECKING:
-    from lagrpo.training.run import Result
+    from lagrpo.lifecycle.run import Result
 
 T = TypeVar("T")
 Prepare = Callable[[int], Sequence[Callback]]
@@ -143,7 +143,8 @@ def _result(end: Connection, deadline: float) -> Any:
 def _stay(end: Connection) -> None:
     import torch
 
-    from lagrpo.training import ranks, run
+    from lagrpo.distributed import ranks
+    from lagrpo.lifecycle import run
 
     torch.set_num_threads(1)
     ranks.TIMEOUT = TIMEOUT
@@ -175,7 +176,7 @@ def _call_in_group(function: Callable[..., T], *arguments: object) -> T:
 
 
 def _train(settings: JsonView, prepare: Prepare | None, resume: Path | None) -> Result:
-    from lagrpo.training.run import train
+    from lagrpo.lifecycle.run import train
 
     callbacks = prepare(int(os.environ["RANK"])) if prepare else ()
     return train(settings, callbacks=callbacks, resume=resume, trust_run_code=True)

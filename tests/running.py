@@ -10,10 +10,10 @@ from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from lagrpo.lifecycle.callbacks import Callback
 from lagrpo.runs import directory, environment, files, plots
 from lagrpo.settings.load import flatten
 from lagrpo.terminal.display import Display
-from lagrpo.training.callbacks import Callback
 from lagrpo.types import JsonObject
 
 TIMINGS = ("time/", "tokens_per_s/")

@@ -8,7 +8,7 @@ import torch
 from lagrpo.errors import SettingsError
 from lagrpo.model import backend
 from lagrpo.settings.schema import Settings
-from lagrpo.training.checks import check_settings
+from lagrpo.startup.checks import check_settings
 from lagrpo.types import JsonObject
 from lagrpo.verify.record import _count_fresh_prompts
 

@@ -21,11 +21,11 @@ from lagrpo.diagnosis import Detector, Finding, RunRecord
 from lagrpo.diagnosis.diagnose import find_all
 from lagrpo.diagnosis.record import load_record, shorten
 from lagrpo.diagnosis.table import DETECTORS
+from lagrpo.lifecycle import run as training_run
+from lagrpo.lifecycle.callbacks import FaultWatch
 from lagrpo.runs import Run, RunNotFoundError
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.load import flatten, load_settings
-from lagrpo.training import run as training_run
-from lagrpo.training.callbacks import FaultWatch
 from lagrpo.types import JsonObject
 
 G = 4
@@ -511,7 +511,7 @@ def test_detector_that_raises_ends_the_watch_and_not_the_run(tmp_path, caplog, m
         raise ZeroDivisionError
 
     detector = Detector("broken", "", math.nan, "", fail)
-    monkeypatch.setattr("lagrpo.training.callbacks.DETECTORS", [detector])
+    monkeypatch.setattr("lagrpo.lifecycle.callbacks.DETECTORS", [detector])
     watching = FaultWatch()
     watching.on_start({"schedule": {"sync_every": 1}, "task": {"reward_range": (0, 1)}}, {}, 0)
     for batch in range(1, 11):

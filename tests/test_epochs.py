@@ -12,8 +12,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
+from lagrpo.startup.epochs import with_batches
 from lagrpo.tasks import RowTask
-from lagrpo.training.epochs import with_batches
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from scoring import make_group
 from tiny import tiny_policy
 
 from lagrpo.core.estimators import clustered_interval, paired_interval
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.interrupts import Interrupted, deferring, interruptible
+from lagrpo.lifecycle.evaluation import EvalSet, Evaluation, Evaluations, compare, evaluate
 from lagrpo.rewards.pool import RewardError, RewardPool
 from lagrpo.rewards.reward import Reward
 from lagrpo.rewards.reward import Rewards as SeveralRewards
@@ -25,8 +27,6 @@ from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.runs.directory import Run
 from lagrpo.runs.evaluation_names import Moment
 from lagrpo.settings.schema import Settings
-from lagrpo.training.evaluation import EvalSet, Evaluation, Evaluations, compare, evaluate
-from lagrpo.training.ranks import Ranks
 from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
 
 Rewards = dict[int, list[float | None]]

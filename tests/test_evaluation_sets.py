@@ -20,7 +20,10 @@ from running import tiny_settings, without_timings
 from scoring import make_group, outcomes
 from tiny import TURNS, tiny_policy
 
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.evaluation import EvalSet, Evaluation, Evaluations, build_eval_set
+from lagrpo.lifecycle.run import train
 from lagrpo.rewards.reasons import past_deadline
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK
@@ -31,12 +34,9 @@ from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
+from lagrpo.startup.build_tasks import set_up_tasks
 from lagrpo.tasks import RowTask
 from lagrpo.terminal.show import show
-from lagrpo.training.build_tasks import set_up_tasks
-from lagrpo.training.evaluation import EvalSet, Evaluation, Evaluations, build_eval_set
-from lagrpo.training.ranks import Ranks
-from lagrpo.training.run import train
 from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run
 from lagrpo.view.data import collect

@@ -10,10 +10,10 @@ import torch
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
-from lagrpo.training import explain
-from lagrpo.training.build_tasks import load_tasks
-from lagrpo.training.checks import check_settings
-from lagrpo.training.explain import meaning, print_meaning
+from lagrpo.startup import explain
+from lagrpo.startup.build_tasks import load_tasks
+from lagrpo.startup.checks import check_settings
+from lagrpo.startup.explain import meaning, print_meaning
 
 
 def settings_of(path: Path, **sections: Any) -> Settings:

@@ -21,11 +21,11 @@ from running import tiny_settings
 from tiny import CHAT, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from lagrpo.lifecycle.run import train
 from lagrpo.model.chat import Chat
 from lagrpo.model.files import find_source, load_tokenizer, save_model, save_tokenizer
 from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
-from lagrpo.training.run import train
 from lagrpo.types import JsonObject, Prompt
 
 ROOT = Path(__file__).parent.parent

@@ -36,15 +36,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lagrpo.core.recipes import resolve
+from lagrpo.distributed.ranks import make_mesh
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.model.stored import StoredWeights
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build import build_trainer
-from lagrpo.training.build_policy import build_policy, check_same_model
+from lagrpo.startup.build import build_trainer
+from lagrpo.startup.build_policy import build_policy, check_same_model
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.fsdp import copy_sharded
-from lagrpo.training.ranks import make_mesh
 from lagrpo.training.trainer import Optimization, Trainer
 
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from lagrpo import train
 from lagrpo.core.recipes import resolve
+from lagrpo.distributed.ranks import Ranks, make_mesh
+from lagrpo.lifecycle.run import Result
 from lagrpo.training.batch import micro_batches
 from lagrpo.training.master_weights import MergedState
-from lagrpo.training.ranks import Ranks, make_mesh
-from lagrpo.training.run import Result
 from lagrpo.training.trainer import Optimization, Trainer
 
 pytestmark = pytest.mark.gpu

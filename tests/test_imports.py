@@ -44,11 +44,18 @@ ALLOWED: dict[str, set[str]] = {
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
-    "training": BELOW - {"verify", "view"},
-    "study": {*SMALL, "core", "runs", "settings", "terminal", "training"},
+    "distributed": {*SMALL, "model", "rollout"},
+    "training": {
+        *LEAVES,
+        *("cpu", "data", "distributed", "model", "rewards", "rollout", "settings", "tasks"),
+    },
+    "resume": BELOW - {"verify", "view", "diagnosis"} | {"distributed", "training"},
+    "startup": BELOW - {"verify", "view", "diagnosis"} | {"distributed", "training", "resume"},
+    "lifecycle": BELOW - {"verify", "view"} | {"distributed", "training", "resume", "startup"},
+    "study": {*SMALL, "core", "runs", "settings", "terminal", "startup", "lifecycle"},
     "env": {*LEAVES, "cpu", "gpu", "model", "runs"},
-    "cli": BELOW | {"training", "study", "env"},
-    "__init__": {"core", "diagnosis", "machine", "rewards", "runs", "training"},
+    "cli": BELOW | {"startup", "resume", "lifecycle", "study", "env"},
+    "__init__": {"core", "diagnosis", "machine", "rewards", "runs", "lifecycle"},
     "__main__": {"cli", "interrupts", "logs"},
 }
 CORE_MAY_USE = {"torch"} | set(sys.stdlib_module_names)
@@ -131,7 +138,7 @@ LIGHT = [
     "terminal.display",
     "model.embedded",
     "rollout.schedule",
-    "training.callbacks",
+    "lifecycle.callbacks",
 ]
 LIGHT += ["env"]
 

@@ -33,9 +33,9 @@ from lagrpo.settings.lag_table import (
     rate_text,
 )
 from lagrpo.settings.schema import Settings
+from lagrpo.startup.checks import check_settings
+from lagrpo.startup.explain import meaning
 from lagrpo.terminal.show import show_recipe, show_recipes
-from lagrpo.training.checks import check_settings
-from lagrpo.training.explain import meaning
 from lagrpo.types import JsonObject
 
 

@@ -13,10 +13,10 @@ import pytest
 from running import tiny_settings
 from scoring import make_completion, score
 
+from lagrpo.lifecycle.run import train
 from lagrpo.rewards.llm_judge import LlmJudge, read_score
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
-from lagrpo.training.run import train
 from lagrpo.types import Group, JsonObject, Outcome, Prompt
 from lagrpo.verify import verify_run
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.run import train
 from lagrpo.model.embedded import ModelNotFoundError, check_path
 from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
-from lagrpo.training.run import train
 from lagrpo.verify.record import RecordedRun
 from lagrpo.verify.tokens import load_model as load_plain_model
 

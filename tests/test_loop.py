@@ -16,6 +16,7 @@ from scoring import make_completion, make_group
 from tiny import tiny_policy
 
 from lagrpo.data.prompts import PromptSource
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.rewards.pool import RewardError, RewardPool
 from lagrpo.rollout.base import EngineDefaults, Request, SamplingParams, WeightSyncError
 from lagrpo.rollout.local import LocalSampler
@@ -23,11 +24,10 @@ from lagrpo.rollout.prefetch import Prefetcher, VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
+from lagrpo.startup.build import BuiltRun, build_run
+from lagrpo.startup.checks import check_settings
 from lagrpo.tasks import RowTask
-from lagrpo.training.build import BuiltRun, build_run
-from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import train_loop
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.sampling import Sampling, TaskSetup
 from lagrpo.training.step import Clock, Phase, Step, ignore_activity
 from lagrpo.training.trainer import Trainer

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lagrpo import train
 from lagrpo.core.recipes import resolve
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import SettingsError
 from lagrpo.model.embedded import ADAPTER_CONFIG as CONFIG
 from lagrpo.model.layout import Packed
@@ -37,9 +38,8 @@ from lagrpo.model.model import Policy, copy_policy
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.files import MODE
 from lagrpo.settings.load import load_settings
-from lagrpo.training.build import load_policy_and_servers
+from lagrpo.startup.build import load_policy_and_servers
 from lagrpo.training.master_weights import MergedState
-from lagrpo.training.ranks import Ranks
 from lagrpo.verify import verify_run
 
 LORA = Lora(r=4, alpha=8.0, seed=3)

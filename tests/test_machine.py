@@ -14,8 +14,8 @@ from tiny import save_tiny
 
 from lagrpo import machine
 from lagrpo.cpu import kernels
+from lagrpo.lifecycle.run import train
 from lagrpo.runs import load_events
-from lagrpo.training.run import train
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import torch
 from running import tiny_settings
 from torch import Tensor
 
+from lagrpo.lifecycle.run import train
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics
 from lagrpo.runs.metrics import METRICS
 from lagrpo.training.batch import Batch
 from lagrpo.training.metrics import batch_metrics
-from lagrpo.training.run import train
 from lagrpo.training.step import Phase, Records, Step, Times
 from lagrpo.types import Completion, Group, JsonObject, Outcome, Prompt, SyncReason
 

@@ -138,7 +138,7 @@ def test_failing_reward_is_shown_with_its_line_and_without_a_traceback(notebook,
 
 
 def test_interrupt_before_the_first_batch_is_one_line(notebook, model):
-    cell = "import os, signal\nimport lagrpo.training.build as build\n"
+    cell = "import os, signal\nimport lagrpo.startup.build as build\n"
     cell += "build.load_tasks = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
     cell += train(model)
     (error,) = [content for kind, content in notebook.run(cell) if kind == "error"]

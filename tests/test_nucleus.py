@@ -12,13 +12,13 @@ from sample_rewards import correct
 from test_sampling import requests_for
 from tiny import tiny_policy
 
+from lagrpo.lifecycle.evaluation import build_eval_set
 from lagrpo.rollout import nucleus
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.nucleus import keep_nucleus
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
-from lagrpo.training.evaluation import build_eval_set
 
 PROBABILITIES = [0.5, 0.25, 0.125, 0.0625, 0.0625]
 

@@ -8,9 +8,9 @@ from running import tiny_settings
 from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.evaluation import evaluate_model
+from lagrpo.lifecycle.run import train
 from lagrpo.settings.load import load_settings
-from lagrpo.training.evaluation import evaluate_model
-from lagrpo.training.run import train
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_threads_and_kernels_are_given_back_after_runs_and_evaluations(
     settings, tmp_path, monkeypatch
 ):
     torch.set_num_threads(1)
-    monkeypatch.setattr("lagrpo.training.run.choose_threads", lambda *arguments: 3)
+    monkeypatch.setattr("lagrpo.lifecycle.run.choose_threads", lambda *arguments: 3)
     monkeypatch.setenv("LAGRPO_KERNELS", "torch")
     ours = tiny_policy(backend="c")
     train(settings())

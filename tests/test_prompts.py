@@ -14,16 +14,16 @@ from tiny import TURNS, tiny_policy
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.run import train
 from lagrpo.runs import load_rollouts
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import RowTask, order_prompts
-from lagrpo.tasks.files import Row
-from lagrpo.training.build_tasks import (
+from lagrpo.startup.build_tasks import (
     check_training_prompts,
     load_tasks,
     warn_of_trained_prompts,
 )
-from lagrpo.training.run import train
+from lagrpo.tasks import RowTask, order_prompts
+from lagrpo.tasks.files import Row
 from lagrpo.verify import verify_run
 
 

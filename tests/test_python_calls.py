@@ -16,10 +16,10 @@ from sample_rewards import correct
 
 import lagrpo
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.measure import BatchCost
 from lagrpo.runs import RunNotFoundError, load_metrics
 from lagrpo.tasks import RowTask, Task
 from lagrpo.tasks.splits import find_splits, read_split
-from lagrpo.training.measure import BatchCost
 from lagrpo.training.step import Phase
 from lagrpo.types import JsonObject
 

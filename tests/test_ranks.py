@@ -18,11 +18,11 @@ from ranks import together
 from running import tiny_settings
 from torch.distributed.distributed_c10d import Store
 
+from lagrpo.distributed import ranks
+from lagrpo.distributed.torchrun import check_ranks, local_size, world_size
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
-from lagrpo.training import ranks
-from lagrpo.training.callbacks import Callback
-from lagrpo.training.torchrun import check_ranks, local_size, world_size
+from lagrpo.lifecycle.callbacks import Callback
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STARTED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

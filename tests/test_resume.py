@@ -22,21 +22,21 @@ from tiny import save_tiny
 
 from lagrpo import Callback, train
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.resuming import ResumeState
+from lagrpo.lifecycle.run import Result
+from lagrpo.resume import checkpoint_files
+from lagrpo.resume.checkpoint_files import (
+    SCHEMA_WITHOUT_DIGESTS,
+    CheckpointError,
+    digest_file,
+    find_checkpoint,
+)
 from lagrpo.rollout.base import WeightSyncError
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_events
 from lagrpo.runs.directory import Run, RunLockedError, locked
 from lagrpo.settings.load import load_settings
 from lagrpo.terminal.display import Display
-from lagrpo.training import checkpoint_files
-from lagrpo.training.checkpoint_files import (
-    SCHEMA_WITHOUT_DIGESTS,
-    CheckpointError,
-    digest_file,
-    find_checkpoint,
-)
-from lagrpo.training.resuming import ResumeState
-from lagrpo.training.run import Result
 from lagrpo.training.sampling import Sampling
 from lagrpo.types import JsonObject
 

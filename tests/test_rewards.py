@@ -17,6 +17,7 @@ from running import tiny_settings
 from scoring import QUESTION, make_completion, make_group, reward_of, score
 
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.run import train
 from lagrpo.rewards.builtin import exact, format, length
 from lagrpo.rewards.reward import (
     OURS,
@@ -38,11 +39,10 @@ from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.sections import RewardSettings
+from lagrpo.startup.checks import check_settings
+from lagrpo.startup.given_rewards import as_reward
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.terminal.show import show
-from lagrpo.training.checks import check_settings
-from lagrpo.training.given_rewards import as_reward
-from lagrpo.training.run import train
 from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 from lagrpo.verify import verify_run
 

@@ -19,10 +19,10 @@ from test_tasks import task_settings
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.of_run import config_of_weights, settings_for_eval
+from lagrpo.startup.arguments import build_task
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.columns import plain
 from lagrpo.tasks.data import hold_out
-from lagrpo.training.arguments import build_task
 from lagrpo.types import JsonObject
 
 Rows = list[JsonObject]

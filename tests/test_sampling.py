@@ -10,6 +10,7 @@ import torch
 from rounding import rounding
 from tiny import SHAPES, tiny_policy
 
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.model.backend import choose_backend
 from lagrpo.model.layout import Packed
 from lagrpo.model.logprobs import CDF_BLOCK
@@ -19,8 +20,7 @@ from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build_engines import build_evaluator, build_sampler, sampling_params
-from lagrpo.training.ranks import Ranks
+from lagrpo.startup.build_engines import build_evaluator, build_sampler, sampling_params
 from lagrpo.types import Group, Prompt
 
 either_computation = pytest.mark.usefixtures("either_computation")

@@ -15,7 +15,7 @@ from tiny import save_tiny
 from lagrpo.errors import SettingsError
 from lagrpo.logs import redact, redact_values
 from lagrpo.settings.load import load_settings
-from lagrpo.training.checks import check_secrets
+from lagrpo.startup.checks import check_secrets
 
 
 def test_command_line_of_a_run_is_recorded_without_secrets(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lagrpo.resume.sources import digest_file, find_changed_sources, find_files
 from lagrpo.rewards.builtin import exact
 from lagrpo.tasks.gym import Gym
-from lagrpo.training.sources import digest_file, find_changed_sources, find_files
 
 REWARDS = """
 from functools import lru_cache

@@ -25,11 +25,11 @@ from torch.testing import assert_close
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.core.recipes import resolve
+from lagrpo.lifecycle.run import train
 from lagrpo.model.model import Policy
 from lagrpo.runs import load_metrics
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.kl_rate import RateByKl
-from lagrpo.training.run import train
 from lagrpo.training.trainer import KL_RATE, Optimization, Trainer
 from lagrpo.types import Completion, Group, JsonObject
 

@@ -8,7 +8,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_metrics
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.stop_rule import StopRule
-from lagrpo.training.checks import check_settings
+from lagrpo.startup.checks import check_settings
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,15 @@ from test_resume import cut_to, go_on
 from tiny import CHAT, TURNS, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
 
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.run import train
 from lagrpo.model import chat as model_chat
 from lagrpo.model.chat import Chat, Replies, TemplateError
 from lagrpo.rewards import builtin
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.rollout.episodes import check_call_format
 from lagrpo.runs import load_rollouts
+from lagrpo.startup.build_tasks import warn_of_formats
 from lagrpo.tasks.environments import Tools
-from lagrpo.training.build_tasks import warn_of_formats
-from lagrpo.training.run import train
 from lagrpo.types import JsonObject, Prompt
 from lagrpo.verify import verify_run
 
@@ -528,7 +528,7 @@ def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch
         save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}
     )
     with monkeypatch.context() as patch:
-        patch.setattr("lagrpo.training.build_policy.datetime", Yesterday)
+        patch.setattr("lagrpo.startup.build_policy.datetime", Yesterday)
         uninterrupted = train(run_settings).run
     stopped = cut_to(uninterrupted, 2, tmp_path / "cut")
     go_on(stopped)

@@ -22,13 +22,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lagrpo import Callback, cli, train
+from lagrpo.lifecycle.run import Result
 from lagrpo.model.model import Policy, copy_policy
+from lagrpo.resume.checkpoint_files import find_checkpoint
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_events, load_metrics, load_rollouts
 from lagrpo.settings.schema import Settings
-from lagrpo.training import build_policy
-from lagrpo.training.checkpoint_files import find_checkpoint
-from lagrpo.training.run import Result
+from lagrpo.startup import build_policy
 from lagrpo.types import JsonObject
 
 SMALL: dict[str, JsonObject] = {

@@ -17,9 +17,9 @@ from running import Section, tiny_settings
 
 from lagrpo import train
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.callbacks import TensorBoard, Trackers
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
-from lagrpo.training.callbacks import TensorBoard, Trackers
-from lagrpo.training.checks import check_installed
+from lagrpo.startup.checks import check_installed
 from lagrpo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package]:
 
     def install(name: str, fails: str = "") -> Package:
         package = Package(fails)
-        monkeypatch.setattr("lagrpo.training.checks.check_installed", lambda names: None)
+        monkeypatch.setattr("lagrpo.startup.checks.check_installed", lambda names: None)
         monkeypatch.setitem(sys.modules, name, package)
         return package
 

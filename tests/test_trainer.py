@@ -17,13 +17,13 @@ from tiny import tiny_policy
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.core.recipes import resolve
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import OptimizerSettings
+from lagrpo.startup.build import build_trainer
 from lagrpo.training.batch import assemble, micro_batches
-from lagrpo.training.build import build_trainer
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer, deterministic
 from lagrpo.types import Group, Outcome
 

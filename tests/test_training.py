@@ -19,6 +19,8 @@ import lagrpo
 from lagrpo import interrupts
 from lagrpo.core.rows import RECIPES
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.callbacks import Callback
+from lagrpo.lifecycle.run import FAILURES, train
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import ContinuousBatch
 from lagrpo.rollout.schedule import Schedule, lags
@@ -26,11 +28,9 @@ from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records, rollout_batches
 from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.settings.schema import Settings
+from lagrpo.startup.checks import check_settings
 from lagrpo.terminal.text import typed_command
-from lagrpo.training.callbacks import Callback
-from lagrpo.training.checks import check_settings
 from lagrpo.training.master_weights import MasterWeights
-from lagrpo.training.run import FAILURES, train
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, JsonObject
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lagrpo.settings.schema import Settings
-from lagrpo.training.checks import check_settings
-from lagrpo.training.memory import (
+from lagrpo.startup.checks import check_settings
+from lagrpo.startup.memory import (
     Computation,
     ModelSizes,
     Term,

@@ -32,6 +32,7 @@ from vllm_servers import Answer, FakeServer, Ours, choice, engine_of, update, ve
 
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, deferring, interruptible
+from lagrpo.lifecycle.run import train
 from lagrpo.model import backend
 from lagrpo.model.chat import Chat
 from lagrpo.model.lora import load_adapter_weights
@@ -45,9 +46,8 @@ from lagrpo.rollout.vllm.client import GENERATE, KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
 from lagrpo.settings.schema import Settings
-from lagrpo.training import build
-from lagrpo.training.checks import check_settings, server_shares_gpu
-from lagrpo.training.run import train
+from lagrpo.startup import build
+from lagrpo.startup.checks import check_settings, server_shares_gpu
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject
 

@@ -19,6 +19,8 @@ from tiny import TURNS, tiny_model, tiny_tokenizer
 from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_directory, update, versions
 
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.run import Result, train
+from lagrpo.lifecycle.start_to_end import Training
 from lagrpo.model.model import Packed, Policy
 from lagrpo.rollout.base import WeightSyncError
 from lagrpo.rollout.sync_check import ServerCheck
@@ -26,8 +28,6 @@ from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.rollout.vllm.weights import DIRECTORY
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
-from lagrpo.training.lifecycle import Training
-from lagrpo.training.run import Result, train
 from lagrpo.training.step import Step
 from lagrpo.types import Group, JsonObject
 from lagrpo.verify import verify_run

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from lagrpo.core.inputs import LossInputs
     from lagrpo.core.objective import Recipe
     from lagrpo.diagnosis.diagnose import diagnose
+    from lagrpo.lifecycle.callbacks import Callback
+    from lagrpo.lifecycle.evaluate import evaluate
+    from lagrpo.lifecycle.run import Result, train
     from lagrpo.rewards.reward import Reward
     from lagrpo.runs.comparing import compare
-    from lagrpo.training.callbacks import Callback
-    from lagrpo.training.evaluate import evaluate
-    from lagrpo.training.run import Result, train
 
 # Before PyTorch loads OpenMP, which reads then how threads wait.
 shorten_spin()
@@ -42,15 +42,15 @@ def __dir__() -> list[str]:
 
 
 _MODULES = {
-    "Callback": "lagrpo.training.callbacks",
+    "Callback": "lagrpo.lifecycle.callbacks",
     "LossInputs": "lagrpo.core.inputs",
     "Recipe": "lagrpo.core.objective",
-    "Result": "lagrpo.training.run",
+    "Result": "lagrpo.lifecycle.run",
     "Reward": "lagrpo.rewards.reward",
     "compare": "lagrpo.runs.comparing",
     "diagnose": "lagrpo.diagnosis.diagnose",
-    "evaluate": "lagrpo.training.evaluate",
-    "train": "lagrpo.training.run",
+    "evaluate": "lagrpo.lifecycle.evaluate",
+    "train": "lagrpo.lifecycle.run",
 }
 """The module of each name of `__all__`."""
 

@@ -282,10 +282,10 @@ def train(words: list[str]) -> None:
         print_text(help_text(Train, settings, list(Settings.model_fields)))
         return
     settings = load_settings(arguments.file, changes, arguments.resume)
-    from lagrpo.training.arguments import check_arguments
-    from lagrpo.training.changes import find_run
-    from lagrpo.training.checks import check_settings
-    from lagrpo.training.epochs import with_batches
+    from lagrpo.resume.changes import find_run
+    from lagrpo.startup.arguments import check_arguments
+    from lagrpo.startup.checks import check_settings
+    from lagrpo.startup.epochs import with_batches
 
     check_arguments(settings, arguments.resume, given=[])
     if arguments.resume not in (None, "auto") and not arguments.trust_run_code:
@@ -295,7 +295,7 @@ def train(words: list[str]) -> None:
     with naming_start(find_run(settings, arguments.resume)):
         settings = with_batches(settings)
         check_settings(settings, resume=arguments.resume)
-    from lagrpo.training import run
+    from lagrpo.lifecycle import run
 
     with exit_on(*run.FAILURES):
         dry_run = "measure" if arguments.measure else arguments.dry_run
@@ -356,14 +356,14 @@ def evaluate(words: list[str]) -> None:
     settings = load_settings(base | {"model.path": arguments.path}, changes)
     if config is not None and not arguments.trust_run_code:
         check_run_code(settings, config, named=changes, advice=trusting("eval", words))
-    from lagrpo.training.checks import check_evaluation
+    from lagrpo.startup.checks import check_evaluation
 
     with naming_start(None if config is None else config.parent):
         check_evaluation(settings)
         if config is None and "task.name" not in changes:
             raise SettingsError("eval needs a task: add --task NAME, such as --task gsm8k")
-        from lagrpo.training.evaluation import evaluate_model
-        from lagrpo.training.run import FAILURES
+        from lagrpo.lifecycle.evaluation import evaluate_model
+        from lagrpo.lifecycle.run import FAILURES
 
         with exit_on(*FAILURES):
             evaluate_model(settings)

@@ -20,8 +20,8 @@ from lagrpo.runs.metrics import describe_metrics
 from lagrpo.settings.load import merged, read_toml, validate, with_one_length
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.section import Section, Table
-from lagrpo.training.checks import check_settings
-from lagrpo.training.epochs import with_batches
+from lagrpo.startup.checks import check_settings
+from lagrpo.startup.epochs import with_batches
 
 from .measures import BOUNDS, is_evaluated, metrics_of
 from .statistics import Cell, Values, Verdict, count_lacking, judge, paired_differences, parse_claim

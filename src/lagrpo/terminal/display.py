@@ -1,6 +1,6 @@
 """The display of a run while it trains, and its summary at the end.
 
-A display has the methods of a callback (training/callbacks.py). On a terminal it shows a table of
+A display has the methods of a callback (lifecycle/callbacks.py). On a terminal it shows a table of
 the last batches, a progress bar and the present phase. Elsewhere (a file, a pipe, a CI log) it
 prints one line per batch under a header. A metric without a value is "–".
 """

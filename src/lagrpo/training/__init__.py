@@ -1,1 +1,1 @@
-"""Algorithm 1 and what stands around it: its parts, checks, metrics, evaluation."""
+"""Algorithm 1: the loop, its two sides, batches, updates, metrics, sharded weights."""

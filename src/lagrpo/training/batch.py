@@ -29,9 +29,9 @@ from torch import Tensor
 from lagrpo.core.advantages import AdvantageInputs, zero_variance
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Recipe
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.model.model import Packed
 from lagrpo.rng import uniforms
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.tensors import to_ints
 from lagrpo.types import Completion, Group, OutcomeKind
 

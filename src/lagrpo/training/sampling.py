@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lagrpo.data.offline import OfflineData
 from lagrpo.data.prompts import PromptSource
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy, count_differing, sample_weights
 from lagrpo.rewards.pool import RewardPool
@@ -27,7 +28,6 @@ from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
 from lagrpo.training.batch import has_zero_variance
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.step import Clock, Phase
 from lagrpo.types import Group, SyncReason
 

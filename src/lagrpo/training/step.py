@@ -13,9 +13,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.batch import Batch, MicroBatch
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.tensors import split, to_ints
 from lagrpo.types import SyncReason
 

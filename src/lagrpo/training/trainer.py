@@ -30,6 +30,7 @@ from lagrpo.core.kl import ess
 from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.core.ratios import limit
 from lagrpo.cpu.decoder import FAMILIES
+from lagrpo.distributed.ranks import Ranks, add_up
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.files import save_model
 from lagrpo.model.model import Model, Policy
@@ -47,7 +48,6 @@ from lagrpo.training.master_weights import (
     step_offloaded,
     to_host,
 )
-from lagrpo.training.ranks import Ranks, add_up
 from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM
 from lagrpo.training.tensors import to_floats
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
+from lagrpo.distributed.torchrun import world_size
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.rewards.reward import load_reward
 from lagrpo.runs.environment import read_environment
@@ -15,7 +16,6 @@ from lagrpo.runs.reading import open_run
 from lagrpo.settings.load import flatten, load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import RewardSettings
-from lagrpo.training.torchrun import world_size
 
 FREE = (
     "run.report_to",
@@ -114,7 +114,7 @@ def _is_moved(
     if not same or ":" not in now.reward:
         return False
     with suppress(ValueError, ImportError):
-        from lagrpo.training.sources import digest_file, find_file, find_module  # loads torch
+        from lagrpo.resume.sources import digest_file, find_file, find_module  # loads torch
 
         file = find_file(find_module(load_reward(now, None).function))
         return file is not None and digest_file(file) in sources.values()

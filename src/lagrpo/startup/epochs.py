@@ -6,8 +6,8 @@ import math
 
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.settings.schema import Settings
+from lagrpo.startup.checks import check_model
 from lagrpo.tasks import Task, drops_overlong, find_fitting, load_task
-from lagrpo.training.checks import check_model
 
 ROUNDING_TOLERANCE = 1e-12
 """Relative error that the length of a run in batches may have in floating point."""
@@ -47,7 +47,7 @@ def count_prompts(settings: Settings, task: Task) -> int:
     if not drops:
         return task.size("train")
     check_model(settings)
-    from lagrpo.training.build_policy import load_prompt_chat  # loads torch
+    from lagrpo.startup.build_policy import load_prompt_chat  # loads torch
 
     chat = load_prompt_chat(settings.model)
     return len(find_fitting(task, "train", settings.rollout.max_prompt_length, chat))

@@ -16,15 +16,15 @@ from tempfile import TemporaryDirectory
 import torch
 
 from lagrpo.core.objective import Recipe
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.machine import process_peak
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.schema import Settings
+from lagrpo.startup.build import build_run
+from lagrpo.startup.memory import in_words
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, duration
-from lagrpo.training.build import build_run
 from lagrpo.training.loop import train_loop
-from lagrpo.training.memory import in_words
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.step import Phase
 
 WARM_UP = 1

@@ -10,15 +10,15 @@ from contextlib import ExitStack
 
 from lagrpo.core.objective import Recipe
 from lagrpo.data.prompts import PromptSource
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import as_settings_error
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.rollout.vllm.server import find_python
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
-from lagrpo.tasks import Task
-from lagrpo.training.build_policy import build_outline
-from lagrpo.training.build_tasks import (
+from lagrpo.startup.build_policy import build_outline
+from lagrpo.startup.build_tasks import (
     build_offline,
     build_prompts,
     check_training_prompts,
@@ -26,8 +26,8 @@ from lagrpo.training.build_tasks import (
     read_offline_records,
     warn_of_trained_prompts,
 )
-from lagrpo.training.explain import print_meaning
-from lagrpo.training.ranks import Ranks
+from lagrpo.startup.explain import print_meaning
+from lagrpo.tasks import Task
 
 
 def explain_run(settings: Settings, recipe: Recipe, task: Task | None) -> None:

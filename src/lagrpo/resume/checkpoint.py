@@ -21,13 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lagrpo.data.fingerprint import Digests, check_visited
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import SettingsError, as_settings_error, describe_error
 from lagrpo.model.chat import Chat
-from lagrpo.rollout.prefetch import VersionError
-from lagrpo.rollout.schedule import LoopState
-from lagrpo.runs import files
-from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.training.checkpoint_files import (
+from lagrpo.resume.checkpoint_files import (
     ROLLOUTS,
     Checkpoint,
     CheckpointError,
@@ -38,9 +35,12 @@ from lagrpo.training.checkpoint_files import (
     weights_file,
     write_state,
 )
+from lagrpo.resume.model_files import ModelFiles, check_model_files
+from lagrpo.rollout.prefetch import VersionError
+from lagrpo.rollout.schedule import LoopState
+from lagrpo.runs import files
+from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.training.master_weights import MergedState
-from lagrpo.training.model_files import ModelFiles, check_model_files
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.sampling import Sampling
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind

@@ -17,6 +17,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
 from lagrpo.cpu.decoder import is_reproduced
 from lagrpo.cpu.library import NoKernels
+from lagrpo.distributed.torchrun import local_size, read_count, world_size
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text, redact_values
 from lagrpo.machine import memory_limit
@@ -29,12 +30,9 @@ from lagrpo.rollout.recorded import total_memory
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.lag_table import ADVICE, Advice, advice_for, kept_text, nearest_lag
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Task
-from lagrpo.terminal.text import count_of
-from lagrpo.training.build_policy import loading, lora_of
-from lagrpo.training.checks import server_shares_gpu
-from lagrpo.training.entropy import check_entropy_target
-from lagrpo.training.memory import (
+from lagrpo.startup.build_policy import loading, lora_of
+from lagrpo.startup.checks import server_shares_gpu
+from lagrpo.startup.memory import (
     Computation,
     ModelSizes,
     expected_memory,
@@ -44,7 +42,9 @@ from lagrpo.training.memory import (
     memory_warning,
     needs,
 )
-from lagrpo.training.torchrun import local_size, read_count, world_size
+from lagrpo.tasks import Task
+from lagrpo.terminal.text import count_of
+from lagrpo.training.entropy import check_entropy_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from lagrpo.core.objective import Recipe
+from lagrpo.lifecycle.callbacks import Callback, Status
+from lagrpo.lifecycle.evaluation import Evaluation
 from lagrpo.rewards.reward import Rewards
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.display import Display
 from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
-from lagrpo.training.callbacks import Callback, Status
-from lagrpo.training.evaluation import Evaluation
 from lagrpo.training.metrics import Metrics, batch_metrics, completion_columns
 from lagrpo.training.step import Step
 from lagrpo.types import JsonObject, JsonView, OutcomeKind

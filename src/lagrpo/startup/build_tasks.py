@@ -12,6 +12,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.core.rows import RECIPES
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
@@ -24,7 +25,6 @@ from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import Task, complete_task, drop_overlong, environment_of, load_task
 from lagrpo.tasks.data import prompt_keys
 from lagrpo.tasks.files import Row
-from lagrpo.training.ranks import Ranks
 from lagrpo.training.sampling import TaskSetup
 from lagrpo.types import Prompt
 

@@ -26,6 +26,7 @@ from lagrpo.core.estimators import (
     pass_at_k,
 )
 from lagrpo.cpu.memory import freed_memory_kept
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.logs import print_text, redact_values
@@ -44,19 +45,18 @@ from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
-from lagrpo.tasks import Task
-from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
-from lagrpo.training.build_engines import (
+from lagrpo.startup.build_engines import (
     build_weight_check,
     sampler_of_policy,
     sampling_params,
     start_servers,
     wait_for_shared_gpu,
 )
-from lagrpo.training.build_policy import build_policy
-from lagrpo.training.build_tasks import load_tasks, set_up_tasks
-from lagrpo.training.checks import check_evaluation
-from lagrpo.training.ranks import Ranks
+from lagrpo.startup.build_policy import build_policy
+from lagrpo.startup.build_tasks import load_tasks, set_up_tasks
+from lagrpo.startup.checks import check_evaluation
+from lagrpo.tasks import Task
+from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
 from lagrpo.training.sampling import TaskSetup, share
 from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
 

@@ -12,7 +12,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from lagrpo.distributed.ranks import Ranks
+from lagrpo.distributed.torchrun import local_size
 from lagrpo.errors import as_settings_error
+from lagrpo.lifecycle.evaluation import Evaluations
+from lagrpo.lifecycle.recording import Recorder
+from lagrpo.resume.changes import find_changes
+from lagrpo.resume.checkpoint_files import Checkpoint, find_checkpoint
+from lagrpo.resume.sources import collect_sources, find_changed_sources
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.directory import Run
@@ -21,16 +28,9 @@ from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.settings.load import flatten
 from lagrpo.settings.run_code import TRUST_OPTION, find_code
 from lagrpo.settings.schema import Settings
+from lagrpo.startup.arguments import resume_call
 from lagrpo.terminal.text import typed_command
-from lagrpo.training.arguments import resume_call
-from lagrpo.training.changes import find_changes
-from lagrpo.training.checkpoint_files import Checkpoint, find_checkpoint
-from lagrpo.training.evaluation import Evaluations
-from lagrpo.training.ranks import Ranks
-from lagrpo.training.recording import Recorder
 from lagrpo.training.sampling import Sampling, TaskSetup
-from lagrpo.training.sources import collect_sources, find_changed_sources
-from lagrpo.training.torchrun import local_size
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import JsonObject, JsonView
 

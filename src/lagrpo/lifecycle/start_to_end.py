@@ -16,7 +16,13 @@ import torch
 
 from lagrpo import logs
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, drop_closed_terminal
+from lagrpo.lifecycle.callbacks import Callback, FaultWatch, Status, Trackers
+from lagrpo.lifecycle.evaluation import Evaluations
+from lagrpo.lifecycle.recording import Recorder
+from lagrpo.lifecycle.resuming import ResumeState, describe_environment, resume_command, resume_run
 from lagrpo.model.loading import quiet
+from lagrpo.resume.checkpoint import restore_checkpoint, save_checkpoint
+from lagrpo.resume.checkpoint_files import prune_checkpoints
 from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.card import CARD, model_card
@@ -26,17 +32,11 @@ from lagrpo.runs.reading import load_metrics
 from lagrpo.settings.load import to_toml
 from lagrpo.settings.stop_rule import StopRule
 from lagrpo.settings.user_loss import keep_sources
+from lagrpo.startup.build import BuiltRun
+from lagrpo.startup.explain import meaning
 from lagrpo.terminal.display import Display, make_display
 from lagrpo.terminal.text import count_of, finite
-from lagrpo.training.build import BuiltRun
-from lagrpo.training.callbacks import Callback, FaultWatch, Status, Trackers
-from lagrpo.training.checkpoint import restore_checkpoint, save_checkpoint
-from lagrpo.training.checkpoint_files import prune_checkpoints
-from lagrpo.training.evaluation import Evaluations
-from lagrpo.training.explain import meaning
 from lagrpo.training.loop import train_loop
-from lagrpo.training.recording import Recorder
-from lagrpo.training.resuming import ResumeState, describe_environment, resume_command, resume_run
 from lagrpo.training.step import Step
 from lagrpo.types import JsonView, Result
 

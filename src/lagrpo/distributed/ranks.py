@@ -34,12 +34,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lagrpo.distributed.torchrun import local_size, world_size
 from lagrpo.interrupts import EndedAtOnce, Interrupted
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import EngineDefaults, Item, Request, SamplingParams
 from lagrpo.rollout.sync_check import ServerCheck
 from lagrpo.rollout.vllm.engine import VllmEngine
-from lagrpo.training.torchrun import local_size, world_size
 from lagrpo.types import Group
 
 TIMEOUT = timedelta(hours=1)

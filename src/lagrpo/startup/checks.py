@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lagrpo.distributed.torchrun import local_size, world_size
 from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled, suggest
 from lagrpo.logs import find_secret
 from lagrpo.model.embedded import check_path, is_adapter
+from lagrpo.resume.changes import find_changes, find_run
 from lagrpo.rewards.reward import load_function
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.metrics import METRICS, is_lagrpos
@@ -20,12 +22,10 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.settings.stop_rule import StopRule
 from lagrpo.tasks import Task, check_options
-from lagrpo.training.changes import find_changes, find_run
-from lagrpo.training.torchrun import local_size, world_size
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
-    from lagrpo.training.arguments import Loss
+    from lagrpo.startup.arguments import Loss
 
 
 def check_settings(

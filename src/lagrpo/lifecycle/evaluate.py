@@ -8,16 +8,16 @@ from typing import Any, cast
 
 from lagrpo.errors import SettingsError, as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
+from lagrpo.lifecycle.evaluation import Evaluation, evaluate_model
+from lagrpo.lifecycle.run import FAILURES, names_of_passed
 from lagrpo.runs.environment import naming_start
 from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.settings.of_run import config_of_weights, settings_for_eval
 from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, check_run_code
 from lagrpo.settings.schema import EVALUATION_DEFAULTS
+from lagrpo.startup.arguments import as_settings, build_task, name_rewards
 from lagrpo.tasks import Task
 from lagrpo.tasks.data import find_splits
-from lagrpo.training.arguments import as_settings, build_task, name_rewards
-from lagrpo.training.evaluation import Evaluation, evaluate_model
-from lagrpo.training.run import FAILURES, names_of_passed
 
 
 @without_own_frames(*FAILURES, KeyboardInterrupt)

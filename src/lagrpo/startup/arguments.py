@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.resume.changes import find_run
 from lagrpo.rewards.reward import Rewards
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.load import nest
 from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, find_code
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import RewardSettings
+from lagrpo.startup.given_rewards import as_reward, function_of, is_setting
 from lagrpo.tasks import Task, environment_of, load_task
-from lagrpo.training.changes import find_run
-from lagrpo.training.given_rewards import as_reward, function_of, is_setting
 from lagrpo.types import JsonObject, JsonView
 
 if TYPE_CHECKING:

@@ -21,10 +21,17 @@ import torch
 from lagrpo import logs
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.memory import freed_memory_kept
+from lagrpo.distributed.ranks import Ranks, joined
+from lagrpo.distributed.torchrun import check_ranks, local_size
 from lagrpo.errors import as_settings_error, without_own_frames
 from lagrpo.interrupts import Interrupted, interruptible
+from lagrpo.lifecycle.callbacks import Callback
+from lagrpo.lifecycle.measure import describe_cost, measure_batch
+from lagrpo.lifecycle.resuming import ResumeState
+from lagrpo.lifecycle.start_to_end import Training
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.backend import pick_device
+from lagrpo.resume.changes import find_run, recorded_threads
 from lagrpo.rewards.pool import RewardError
 from lagrpo.rollout.base import WeightSyncError
 from lagrpo.rollout.prefetch import VersionError
@@ -34,8 +41,7 @@ from lagrpo.runs.environment import naming_start
 from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, check_run_code
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import NOT_A_TASK, Task
-from lagrpo.training.arguments import (
+from lagrpo.startup.arguments import (
     as_settings,
     build_task,
     check_arguments,
@@ -43,17 +49,11 @@ from lagrpo.training.arguments import (
     in_memory_arguments,
     name_rewards,
 )
-from lagrpo.training.build import build_run
-from lagrpo.training.callbacks import Callback
-from lagrpo.training.changes import find_run, recorded_threads
-from lagrpo.training.checks import check_settings
-from lagrpo.training.dry_run import explain_run
-from lagrpo.training.epochs import with_batches
-from lagrpo.training.lifecycle import Training
-from lagrpo.training.measure import describe_cost, measure_batch
-from lagrpo.training.ranks import Ranks, joined
-from lagrpo.training.resuming import ResumeState
-from lagrpo.training.torchrun import check_ranks, local_size
+from lagrpo.startup.build import build_run
+from lagrpo.startup.checks import check_settings
+from lagrpo.startup.dry_run import explain_run
+from lagrpo.startup.epochs import with_batches
+from lagrpo.tasks import NOT_A_TASK, Task
 from lagrpo.types import Result
 
 DryRun = bool | Literal["measure"]

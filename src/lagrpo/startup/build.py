@@ -12,18 +12,19 @@ from functools import partial
 
 from lagrpo.core.objective import Recipe
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
+from lagrpo.distributed.ranks import Ranks, add_up
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
+from lagrpo.resume.checkpoint import Inputs
+from lagrpo.resume.model_files import read_model_files
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Task
-from lagrpo.training import fsdp
-from lagrpo.training.build_engines import (
+from lagrpo.startup.build_engines import (
     build_evaluator,
     build_sampler,
     build_weight_check,
@@ -31,8 +32,8 @@ from lagrpo.training.build_engines import (
     start_servers,
     wait_for_shared_gpu,
 )
-from lagrpo.training.build_policy import build_policy, check_same_model, loading, with_start
-from lagrpo.training.build_tasks import (
+from lagrpo.startup.build_policy import build_policy, check_same_model, loading, with_start
+from lagrpo.startup.build_tasks import (
     TaskSetup,
     build_offline,
     check_training_prompts,
@@ -41,10 +42,9 @@ from lagrpo.training.build_tasks import (
     set_up_tasks,
     warn_of_trained_prompts,
 )
-from lagrpo.training.checkpoint import Inputs
+from lagrpo.tasks import Task
+from lagrpo.training import fsdp
 from lagrpo.training.entropy import EntropyTerm
-from lagrpo.training.model_files import read_model_files
-from lagrpo.training.ranks import Ranks, add_up
 from lagrpo.training.sampling import Sampling
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import JsonView

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lagrpo.cpu.library import NoKernels
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.chat import Chat
@@ -29,8 +30,7 @@ from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, fingerprint
 from lagrpo.model.stored import StoredWeights
 from lagrpo.settings.sections import ModelSettings
-from lagrpo.training.checks import chat_template
-from lagrpo.training.ranks import Ranks
+from lagrpo.startup.checks import chat_template
 
 logger = logging.getLogger("lagrpo")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lagrpo.core.references import call_users_function
 from lagrpo.data.prompts import PromptSource
+from lagrpo.distributed.ranks import FirstRankSampler, Ranks
 from lagrpo.errors import as_settings_error
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_files
@@ -28,9 +29,8 @@ from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.rollout.vllm.server import open_servers, wait_until_ready
 from lagrpo.settings.schema import Settings
-from lagrpo.training.build_policy import loading
-from lagrpo.training.checks import server_shares_gpu
-from lagrpo.training.ranks import FirstRankSampler, Ranks
+from lagrpo.startup.build_policy import loading
+from lagrpo.startup.checks import server_shares_gpu
 
 
 def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> list[VllmClient]:

@@ -1,0 +1,1 @@
+"""Checkpoints, and what may change between the start of a run and its resumption."""

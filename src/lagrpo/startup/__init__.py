@@ -1,0 +1,1 @@
+"""From settings to the two sides of a run: arguments, checks, what builds and explains them."""
