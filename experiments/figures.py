@@ -53,10 +53,10 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("startup", "settings to the two sides"),),
     (("resume", "checkpoints, changes"),),
     (("training", "loop, sampling, trainer"),),
+    (("distributed", "ranks"),),
     (
         ("rollout/vllm", "servers, weight transfer"),
         ("data", "prompts of a batch, offline data"),
-        ("distributed", "ranks"),
     ),
     (("rollout", "local engine, schedule"), ("diagnosis", "findings of a run")),
     (("terminal", "progress, tables"),),
@@ -157,10 +157,12 @@ def find_imports(room: str, rooms: Sequence[str]) -> set[str]:
     imported = set()
     for file in files_of(room):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            if node.module.split(".")[0] != "lagrpo":
                 continue
             for alias in node.names:
-                name = f"{node.module or ''}.{alias.name}"
+                name = f"{node.module}.{alias.name}"
                 # lagrpo.core.kl.k3 → core/kl/k3/: the slash at the end keeps `data` from matching
                 # `database`.
                 module_path = "/".join(name.split(".")[1:]) + "/"
