@@ -323,7 +323,7 @@ FAULTS = [
     Fault(
         "staleness",
         change_metrics=stale_by(40, 0.01),
-        settings={"loss.recipe": "rec_one_side_nois_wide"},
+        settings={"loss.recipe": "prime_rl"},
     ),
     Fault(
         "falling_entropy",

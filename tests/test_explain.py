@@ -104,9 +104,9 @@ def test_dry_run_of_stale_schedule_has_no_note_if_all_samples_are_offline(model,
     data = tmp_path / "a.jsonl"
     data.write_text("{}\n", encoding="utf-8")
     schedule = {"sync_every": 100, "num_iterations": 4}
-    assert "staleness reaches" in explained(model, schedule=schedule)
+    assert "updates old" in explained(model, schedule=schedule)
     offline = {"data": [str(data)]}
-    assert "staleness reaches" not in explained(model, schedule=schedule, offline=offline)
+    assert "updates old" not in explained(model, schedule=schedule, offline=offline)
 
 
 def test_dry_run_states_memory_per_rank(model, monkeypatch):

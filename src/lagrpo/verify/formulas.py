@@ -118,6 +118,20 @@ def maxrl(group: ScoredGroup) -> Tensor:
     return _scaled(group.rewards_G, scale=mu if is_positive else 0.0)
 
 
+def sign_balanced(group: ScoredGroup) -> Tensor:
+    """1 above mu, -n+/n- below it, 0 at it, up to rounding: SignBalance, arXiv 2609.04063."""
+    mu = _mean_in_order(group.rewards_G)
+    rounding = _rounding_of_mean(group.rewards_G)
+    if _are_equal(group.rewards_G):
+        rounding = math.inf
+    signs = [
+        (reward > mu + rounding) - (reward < mu - rounding) for reward in group.rewards_G.tolist()
+    ]
+    ratio = signs.count(1) / max(1, signs.count(-1))
+    advantages = [1.0 if sign > 0 else sign * ratio for sign in signs]
+    return group.rewards_G.new_tensor(advantages)
+
+
 def red_drop(group: ScoredGroup) -> Tensor:
     """r - mean of the remaining, and 0 for the dropped: RED-Drop, arXiv 2509.24203.
 
@@ -178,6 +192,7 @@ GROUP_FORMULAS: dict[str, Callable[..., Tensor]] = {
     "centered": centered,
     "leave_one_out": leave_one_out,
     "maxrl": maxrl,
+    "sign_balanced": sign_balanced,
     "red_drop": red_drop,
     "log_mean_exp": log_mean_exp,
 }
