@@ -110,6 +110,32 @@ def test_lines_of_metrics_that_do_not_fit_the_steps_are_found(run, order, name):
     assert find_differences(run, "metrics.jsonl", name)
 
 
+@pytest.mark.parametrize(
+    ("resumed_after", "without_key", "wrong_lines"),
+    [
+        pytest.param([1], [1], [], id="more where it resumed"),
+        pytest.param([1], [1, 2], [3], id="more later"),
+        pytest.param([1], [2, 3], [2, 3], id="fewer where it resumed"),
+        pytest.param([], [1], [2, 3], id="more without resuming"),
+    ],
+)
+def test_lines_may_have_more_keys_only_from_where_the_run_resumed(
+    run, resumed_after, without_key, wrong_lines
+):
+    def remove_a_key(lines):
+        for number in without_key:
+            del lines[number - 1]["entropy_coef"]
+
+    rewrite_metrics(run, remove_a_key)
+    with (run / "events.jsonl").open("a", encoding="utf-8") as file:
+        for step in resumed_after:
+            file.write(json.dumps({"event": "resumed", "step": step, "ahead": 0}) + "\n")
+    differences = find_differences(run, "metrics.jsonl", "step and keys")
+    assert [difference.where for difference in differences] == [
+        f"metrics.jsonl, line {number}" for number in wrong_lines
+    ]
+
+
 def test_missing_events_of_weight_syncs_are_found(run):
     (run / "events.jsonl").write_text("", encoding="utf-8")
     differences = find_differences(run, "events.jsonl", "weight_sync")

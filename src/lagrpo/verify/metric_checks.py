@@ -27,7 +27,8 @@ MIN_ESS_OF_IMPROVEMENT = 25.0
 def check_metrics(run: RecordedRun) -> None:
     """Checks that every step has a line, in order, with the keys of the first, and the metrics.
 
-    The last batch on disk may have no line yet.
+    The last batch on disk may have no line yet. Lines have more keys from where the run resumed, if
+    a newer program resumed it.
     """
     _check_lines(run)
     _check_entropy_coefs(run)
@@ -43,8 +44,13 @@ def check_metrics(run: RecordedRun) -> None:
 
 def _check_lines(run: RecordedRun) -> None:
     column = "step and keys"
+    resumed_after = {event["step"] for event in run.events if event["event"] == "resumed"}
+    keys: list[str] = []
     for line in run.lines:
-        expected = {column: (line.number, list(run.lines[0].values))}
+        may_have_more = not keys or line.values["step"] - 1 in resumed_after
+        if may_have_more and line.values.keys() >= set(keys):
+            keys = list(line.values)
+        expected = {column: (line.number, keys)}
         recorded = {column: (line.values["step"], list(line.values))}
         run.report.compare(FILE, f"{FILE}, line {line.number}", expected, recorded)
     steps_without_line = sorted(run.steps.keys() - run.metrics.keys())
