@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lagrpo.core.choices import CHOICES, MINIMUM
+from lagrpo.core.choices import CHOICES, KNOB_NAMES
 from lagrpo.core.objective import NUMBERS
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
@@ -37,7 +37,7 @@ def complain(values: Any, overrides: Any = None) -> str:
 
 def test_settings_of_the_loss_are_knobs_of_recipes():
     named = set(LossSettings.model_fields) - {"recipe", "overrides", *TERMS}
-    knob_names = {*NUMBERS, *CHOICES, *MINIMUM, "epsilon"}
+    knob_names = {*NUMBERS, *CHOICES, *KNOB_NAMES, "epsilon"}
     assert {KNOBS.get(name, name) for name in named} <= knob_names
     assert LossSettings(entropy_coef=0.1, entropy_target=0.5).knobs == {}
     assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {

@@ -5,10 +5,11 @@ from itertools import permutations
 import pytest
 import torch
 from losses import at_ratios, gradient_of, random_inputs, with_statistics
-from torch import tensor
+from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from lagrpo.core.choices import CHOICES
+from lagrpo.core.inputs import LossInputs
 from lagrpo.core.losses import clipped
 from lagrpo.core.pieces import piece
 from lagrpo.core.recipes import resolve
@@ -296,6 +297,13 @@ def test_knob_of_a_filter_acts():
 def test_contradictory_overrides_of_a_recipe_are_rejected(name, overrides, problem):
     with pytest.raises(ValueError, match=problem):
         resolve(name, overrides)
+
+
+def test_knob_of_a_users_function_may_be_below_the_minimum_of_lagrpos_knob_of_that_name():
+    def shifted(x: LossInputs, *, tau: float = -1.0) -> Tensor:
+        return x.advantage * (x.logp + tau)
+
+    assert resolve(shifted, {"tau": -2.0}).settings["surrogate.tau"] == -2.0
 
 
 @pytest.mark.parametrize("knob", ["mask", "weight", "regularizer"])

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lagrpo.core.pieces import NonNegative, Positive
+
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
@@ -102,17 +104,17 @@ def centered(x: AdvantageInputs) -> Tensor:
     return advantage_C.masked_fill(zero_variance(x.rewards, x.group), 0.0)
 
 
-def normalized(x: AdvantageInputs, *, eps_std: float = 1e-4) -> Tensor:
+def normalized(x: AdvantageInputs, *, eps_std: NonNegative = 1e-4) -> Tensor:
     """(r - mu) / sqrt(s0^2 + eps_std). Eq. 2 of arXiv 2505.22257."""
     return _scaled(x, sigma(x.rewards, x.group, eps_std))
 
 
-def normalized_unbiased(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
+def normalized_unbiased(x: AdvantageInputs, *, std_offset: NonNegative = 1e-4) -> Tensor:
     """(r - mu) / (s1 + std_offset): as TRL."""
     return _scaled(x, sigma(x.rewards, x.group, 0.0) * _bessel_factor(x).sqrt() + std_offset)
 
 
-def normalized_positive(x: AdvantageInputs, *, eps_std: float = 1e-4) -> Tensor:
+def normalized_positive(x: AdvantageInputs, *, eps_std: NonNegative = 1e-4) -> Tensor:
     """max(r - mu, 0) / sqrt(s0^2 + eps_std): learn from the better completions alone."""
     return normalized(x, eps_std=eps_std).clamp(min=0.0)
 
@@ -164,7 +166,7 @@ def _scaled(x: AdvantageInputs, scale_C: Tensor) -> Tensor:
 # Scales of the whole batch
 
 
-def batch_scaled(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
+def batch_scaled(x: AdvantageInputs, *, std_offset: NonNegative = 1e-4) -> Tensor:
     """(r - mu) / (s + std_offset), s the standard deviation of all C rewards (over C - 1).
 
     TRL's `scale_rewards = "batch"` (Lite PPO, arXiv 2508.08221).
@@ -176,7 +178,7 @@ def batch_scaled(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
     return torch.where(scale > 0, centered(x) / scale, 0.0)
 
 
-def batch_whitened(x: AdvantageInputs, *, eps_variance: float = 1e-8) -> Tensor:
+def batch_whitened(x: AdvantageInputs, *, eps_variance: NonNegative = 1e-8) -> Tensor:
     """(a - m) / sqrt(v + eps_variance) with a = r - mu.
 
     m and v are the mean and variance (over T - 1) of a over the T sampled tokens of the batch: the
@@ -233,7 +235,7 @@ def _rank_in_group(values_C: Tensor, is_ranked_C: Tensor, group_C: Tensor) -> Te
     return position_C - first_of_group[group_C]
 
 
-def log_mean_exp(x: AdvantageInputs, *, strength: float = 0.1) -> Tensor:
+def log_mean_exp(x: AdvantageInputs, *, strength: Positive = 0.1) -> Tensor:
     """r - strength log mean e^(r / strength): a soft baseline between mu and the group's maximum.
 
     Of OPMD (Kimi k1.5, arXiv 2501.12599) and OAPL (arXiv 2602.19362). It does not sum to 0.

@@ -1,9 +1,9 @@
-"""Values that knobs may have: the functions by name, and the smallest numbers."""
+"""The functions that knobs may name."""
 
 from __future__ import annotations
 
 from lagrpo.core import advantages, corrections, filters, inputs, kl, losses, masks, weights
-from lagrpo.core.pieces import PieceFunction
+from lagrpo.core.pieces import PieceFunction, as_piece
 from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum, token_mean
 
@@ -78,46 +78,10 @@ CHOICES: dict[str, tuple[PieceFunction, ...]] = {
 MAY_BE_NONE = ("mask", "weight", "regularizer", "correction")
 """Knobs that "none" unsets."""
 
-MINIMUM = {
-    "beta": 0.0,
-    "epsilon_low": 0.0,
-    "epsilon_high": 0.0,
-    "dual_clip": 1.0,
-    "outer_low": 0.0,
-    "outer_high": 0.0,
-    "delta": 0.0,
-    "delta_low": 0.0,
-    "delta_high": 0.0,
-    "tau": 0.0,
-    "low": 0.0,
-    "low_most": 0.0,
-    "high": 1.0,
-    "high_most": 1.0,
-    "step": 1e-3,
-    "balance": 0.0,
-    "share": 0.0,
-    "eps_std": 0.0,
-    "std_offset": 0.0,
-    "kl_bound": 0.0,
-    "strength": 0.0,
-    "advantage.strength": 1e-9,
-    "surrogate.strength": 1e-9,
-    "weight_temperature": 1e-9,
-    "eps_variance": 0.0,
-    "cap": 0.0,
-    "cap_positive": 0.0,
-    "cap_negative": 0.0,
-    "temperature_positive": 0.0,
-    "temperature_negative": 0.0,
-    "power_positive": 0.0,
-    "power_negative": 0.0,
-    "decay_positive": 0.0,
-    "decay_negative": 0.0,
-    "overlong_buffer": 0.0,
-    "correction.floor": 0.0,
-    "correction.cap": 1.0,
-}
-"""The smallest value of a number, by the last part of its path or by all of it.
-
-1e-9 stands for "more than 0": the number is a divisor.
-"""
+KNOB_NAMES = frozenset(
+    knob
+    for functions in CHOICES.values()
+    for function in functions
+    for knob in as_piece(function).knobs
+)
+"""The names of all knobs of these functions."""

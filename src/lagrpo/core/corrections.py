@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, alpha, pi_k
+from lagrpo.core.pieces import AtLeastOne, NonNegative
 from lagrpo.core.ratios import Ratio, token
 
 
 def truncated(
-    x: LossInputs, *, level: Ratio = token, floor: float = 0.0, cap: float = 2.0
+    x: LossInputs, *, level: Ratio = token, floor: NonNegative = 0.0, cap: AtLeastOne = 2.0
 ) -> Tensor:
     """clip(w, floor, cap), w = pi_k/alpha of the token or completion.
 
@@ -32,7 +33,9 @@ def truncated(
     return w_T.clamp(floor, cap)
 
 
-def masked(x: LossInputs, *, level: Ratio = token, floor: float = 0.0, cap: float = 2.0) -> Tensor:
+def masked(
+    x: LossInputs, *, level: Ratio = token, floor: NonNegative = 0.0, cap: AtLeastOne = 2.0
+) -> Tensor:
     """w if floor <= w <= cap, else 0, w = pi_k/alpha of the token or completion.
 
     It drops a token or completion too far from the trainer's log-probs; what is dropped still

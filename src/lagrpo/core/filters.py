@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, TokenFunction, alpha, collects
+from lagrpo.core.pieces import NonNegative
 from lagrpo.core.ratios import limit, total
 
 # Whole completions
 
 
-def opsm(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.5) -> Tensor:
+def opsm(x: LossInputs, *, denominator: TokenFunction = alpha, delta: NonNegative = 0.5) -> Tensor:
     """All but completions with A < 0 whose mean of log alpha - log pi exceeds delta, nats.
 
     It drops failures that the policy has already left. Off-policy sequence masking of DeepSeek-V3.2
@@ -34,7 +35,9 @@ def opsm(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.
     return ~((x.advantage < 0) & (mean_T > delta))
 
 
-def seq_max_k3(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.05) -> Tensor:
+def seq_max_k3(
+    x: LossInputs, *, denominator: TokenFunction = alpha, delta: NonNegative = 0.05
+) -> Tensor:
     """Completions none of whose tokens has rho - log rho - 1 > delta, nats.
 
     The trust-region mask of arXiv 2512.23075 (TRM) as verl estimates it from sampled tokens
@@ -49,7 +52,9 @@ def seq_max_k3(x: LossInputs, *, denominator: TokenFunction = alpha, delta: floa
     return (largest_C <= delta)[x.completion]
 
 
-def carm(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.1823) -> Tensor:
+def carm(
+    x: LossInputs, *, denominator: TokenFunction = alpha, delta: NonNegative = 0.1823
+) -> Tensor:
     """Completions whose mean of |log rho| is at most delta, nats: CARM (arXiv 2610.02039).
 
     delta is its log(1 + epsilon), here with an epsilon of .2. Ratios above and below 1 do not
@@ -85,7 +90,7 @@ def _entropy_threshold(x: LossInputs, *, share: float) -> Tensor:
 
 
 @collects(_entropy_threshold)
-def top_entropy(x: LossInputs, *, share: float = 0.2) -> Tensor:
+def top_entropy(x: LossInputs, *, share: NonNegative = 0.2) -> Tensor:
     """The share of the step's tokens at which the policy's entropy is highest.
 
     Wang et al., arXiv 2506.01939; TRL's `top_entropy_quantile`.
@@ -119,7 +124,7 @@ def _m2po_threshold(x: LossInputs, *, tau: float) -> Tensor:
 
 
 @collects(_m2po_threshold)
-def m2po(x: LossInputs, *, tau: float = 0.04) -> Tensor:
+def m2po(x: LossInputs, *, tau: NonNegative = 0.04) -> Tensor:
     """All but the outward tokens with the largest (log rho)^2 of the step.
 
     As many go as it takes for the mean over the outward tokens to be at most tau: M2PO (arXiv
@@ -152,7 +157,7 @@ def _covariance(x: LossInputs, bound: Tensor) -> Tensor:
 
 
 @collects(_covariance_bound)
-def clip_cov(x: LossInputs, *, share: float = 2e-4) -> Tensor:
+def clip_cov(x: LossInputs, *, share: NonNegative = 2e-4) -> Tensor:
     """All but the share of the step's tokens with the highest covariance of log pi and A.
 
     These tokens lower the entropy most: likely ones that are pushed up, and unlikely ones that are

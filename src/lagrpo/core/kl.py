@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, TokenFunction, alpha, pi_ref
+from lagrpo.core.pieces import NonNegative
 from lagrpo.core.ratios import Ratio, limit, token
 
 
@@ -44,7 +45,7 @@ def k3(x: LossInputs) -> Tensor:
     return torch.expm1(-d_T) + d_T
 
 
-def k3_clamped(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
+def k3_clamped(x: LossInputs, *, kl_bound: NonNegative = 10.0) -> Tensor:
     """min(k3, kl_bound): verl's `low_var_kl` with 10.
 
     Where k3 exceeds the bound the gradient is 0, so the tokens farthest below pi_ref get no
@@ -53,7 +54,7 @@ def k3_clamped(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
     return k3(x).clamp(max=kl_bound)
 
 
-def k3_linear(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
+def k3_linear(x: LossInputs, *, kl_bound: NonNegative = 10.0) -> Tensor:
     """k3 for d >= d0 = -ln(1 + kl_bound), below it the tangent of slope -kl_bound.
 
     The gradient is bounded, and never 0 below pi_ref.

@@ -11,11 +11,13 @@ and sg stops the gradient.
 from __future__ import annotations
 
 from math import inf
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, TokenFunction, alpha, collects, pi_k, pi_ref
+from lagrpo.core.pieces import AtLeastOne, Minimum, NonNegative, Positive
 from lagrpo.core.ratios import Ratio, length_normalized, limit, token, total
 
 # Ratios times advantages, with and without a clip
@@ -31,9 +33,9 @@ def clipped(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    dual_clip: float = inf,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
+    dual_clip: AtLeastOne = inf,
 ) -> Tensor:
     """min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A): f_eps around 1.
 
@@ -54,9 +56,9 @@ def clipped_exact(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    dual_clip: float = inf,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
+    dual_clip: AtLeastOne = inf,
 ) -> Tensor:
     """min(rho A, clip(rho, max(c - epsilon_low, 0), c + epsilon_high) A) with c = pi_k/alpha.
 
@@ -77,9 +79,9 @@ def clipped_proportional(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    dual_clip: float = inf,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
+    dual_clip: AtLeastOne = inf,
 ) -> Tensor:
     """min(rho A, clip(rho, c (1 - epsilon_low), c (1 + epsilon_high)) A) with c = pi_k/alpha.
 
@@ -101,8 +103,8 @@ def clipped_by_staleness(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
 ) -> Tensor:
     """min(rho A, clip(rho, (1 - epsilon_low)^d, (1 + epsilon_high)^d) A), d = max(staleness, 1).
 
@@ -154,7 +156,7 @@ def _released_m2po_range(
 
 @collects(_released_m2po_range)
 def clipped_m2po_released(
-    x: LossInputs, *, tau: float = 0.04, least_low: float = 0.3, least_high: float = 0.5
+    x: LossInputs, *, tau: NonNegative = 0.04, least_low: float = 0.3, least_high: float = 0.5
 ) -> Tensor:
     """min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), with a range of the step.
 
@@ -204,13 +206,13 @@ def _bapo_range(
 def clipped_bapo(
     x: LossInputs,
     *,
-    low: float = 0.6,
-    low_most: float = 0.9,
-    high: float = 1.2,
-    high_most: float = 3.0,
-    step: float = 0.05,
-    balance: float = 1.0,
-    dual_clip: float = 3.0,
+    low: NonNegative = 0.6,
+    low_most: NonNegative = 0.9,
+    high: AtLeastOne = 1.2,
+    high_most: AtLeastOne = 3.0,
+    step: Annotated[float, Minimum(1e-3)] = 0.05,
+    balance: NonNegative = 1.0,
+    dual_clip: AtLeastOne = 3.0,
 ) -> Tensor:
     """min(rho A, clip(rho, low, high) A), with a range of the step: BAPO (arXiv 2510.18927).
 
@@ -232,8 +234,8 @@ def gmpo(
     x: LossInputs,
     *,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.4,
-    epsilon_high: float = 0.4,
+    epsilon_low: NonNegative = 0.4,
+    epsilon_high: NonNegative = 0.4,
 ) -> Tensor:
     """exp(mean of the clipped log rho) A at each token of the completion: GMPO (arXiv 2507.20673).
 
@@ -251,8 +253,8 @@ def gepo(
     x: LossInputs,
     *,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
 ) -> Tensor:
     """min(w A, clip(w, 1 - epsilon_low, 1 + epsilon_high) A), w = p / sum(q^2) * sum(q).
 
@@ -300,7 +302,7 @@ def reinforce(
     return value_T - regularizer(x)
 
 
-def asymre(x: LossInputs, *, strength: float = 0.1) -> Tensor:
+def asymre(x: LossInputs, *, strength: NonNegative = 0.1) -> Tensor:
     """-strength log pi: A + strength instead of A, so the baseline is mu - strength.
 
     AsymRE (arXiv 2506.20520). If all w = alpha (r - mu + strength) are positive, the optimum is
@@ -309,7 +311,7 @@ def asymre(x: LossInputs, *, strength: float = 0.1) -> Tensor:
     return -strength * x.logp
 
 
-def opmd(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1) -> Tensor:
+def opmd(x: LossInputs, *, anchor: TokenFunction = alpha, strength: NonNegative = 0.1) -> Tensor:
     """strength (log pi - log anchor)^2: OPMD in the practical form of arXiv 2509.24203.
 
     With strength = beta / 2 it is DRO, as verl (anchor pi_k) and Tinker (anchor alpha) have it.
@@ -320,7 +322,7 @@ def opmd(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1)
 # Regressions on whole completions
 
 
-def opmd_kimi(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1) -> Tensor:
+def opmd_kimi(x: LossInputs, *, anchor: TokenFunction = alpha, strength: Positive = 0.1) -> Tensor:
     """-(A - strength log pi(y)/anchor(y))^2 with A = `log_mean_exp`.
 
     Kimi k1.5 (arXiv 2501.12599, section 2.3.2): the log-ratio of a completion is regressed on its
@@ -333,7 +335,9 @@ def opmd_kimi(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float =
     return -residual_T.square() / lengths_T
 
 
-def opmd_pairwise(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1) -> Tensor:
+def opmd_pairwise(
+    x: LossInputs, *, anchor: TokenFunction = alpha, strength: Positive = 0.1
+) -> Tensor:
     """-(a - mean of the group's a)^2 with a = A - strength log pi(y)/anchor(y).
 
     Pairwise OPMD (arXiv 2509.24203), as sum_{i<j} (a_i - a_j)^2 / G^2 is the biased variance of a.
@@ -355,7 +359,9 @@ def opmd_pairwise(x: LossInputs, *, anchor: TokenFunction = alpha, strength: flo
 # Preferences: the best completion of a group against the worst
 
 
-def online_dpo(x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: float = 0.1) -> Tensor:
+def online_dpo(
+    x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: Positive = 0.1
+) -> Tensor:
     """log sigmoid(strength h) at the best and the worst completion of a group, 0 at the others.
 
     h = log pi(y_best) - log anchor(y_best) - log pi(y_worst) + log anchor(y_worst): DPO (arXiv
@@ -367,7 +373,9 @@ def online_dpo(x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: float
     return share_T * torch.nn.functional.logsigmoid(strength * margin_T)
 
 
-def online_ipo(x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: float = 0.1) -> Tensor:
+def online_ipo(
+    x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: Positive = 0.1
+) -> Tensor:
     """-(h - 1 / (2 strength))^2 at the best and the worst completion of a group, 0 at the others.
 
     h as in `online_dpo`: IPO (arXiv 2310.12036, Eq. 17, its tau is `strength`).

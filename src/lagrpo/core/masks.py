@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, TokenFunction, alpha
+from lagrpo.core.pieces import NonNegative
 from lagrpo.core.ratios import Ratio, token
 
 # Bounds on the ratio
@@ -20,8 +21,8 @@ def one_side(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
 ) -> Tensor:
     """(A >= 0 and rho <= 1 + epsilon_high) or (A <= 0 and rho >= 1 - epsilon_low).
 
@@ -39,8 +40,8 @@ def two_side(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
 ) -> Tensor:
     """1 - epsilon_low <= rho <= 1 + epsilon_high, whatever the sign of A."""
     rho_T = ratio(x.logp - denominator(x), x.completion)
@@ -52,10 +53,10 @@ def ring(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    outer_low: float = 0.6,
-    outer_high: float = 2.0,
+    epsilon_low: NonNegative = 0.2,
+    epsilon_high: NonNegative = 0.2,
+    outer_low: NonNegative = 0.6,
+    outer_high: NonNegative = 2.0,
 ) -> Tensor:
     """`two_side`, or (A >= 0 and rho <= 1 - outer_low) or (A <= 0 and rho >= 1 + outer_high).
 
@@ -76,8 +77,8 @@ def tv(
     x: LossInputs,
     *,
     denominator: TokenFunction = alpha,
-    delta_low: float = 0.15,
-    delta_high: float = 0.15,
+    delta_low: NonNegative = 0.15,
+    delta_high: NonNegative = 0.15,
 ) -> Tensor:
     """All but (A > 0 and pi - alpha > delta_high) and (A < 0 and alpha - pi > delta_low): DPPO-TV.
 
@@ -96,8 +97,8 @@ def binary_kl(
     x: LossInputs,
     *,
     denominator: TokenFunction = alpha,
-    delta_low: float = 0.05,
-    delta_high: float = 0.05,
+    delta_low: NonNegative = 0.05,
+    delta_high: NonNegative = 0.05,
 ) -> Tensor:
     """All but (A > 0, pi > alpha, D > delta_high) and (A < 0, pi < alpha, D > delta_low): DPPO-KL.
 
@@ -119,7 +120,9 @@ def binary_kl(
     return ~(is_above_T | is_below_T)
 
 
-def tv_two_side(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.1) -> Tensor:
+def tv_two_side(
+    x: LossInputs, *, denominator: TokenFunction = alpha, delta: NonNegative = 0.1
+) -> Tensor:
     """|pi - alpha| <= delta, probabilities of the sampled token, whatever the sign of A.
 
     It is prime-rl's `ipo`, not the preference optimization of that name (`online_ipo`).

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,16 @@ from lagrpo.core.advantages import AdvantageInputs, normalized, overlong_penalty
 from lagrpo.core.inputs import LossInputs, Statistics, alpha, statistic_of, without_gradient
 from lagrpo.core.kl import k3
 from lagrpo.core.losses import clipped, reinforce
-from lagrpo.core.pieces import Piece, PieceFunction, as_piece, knob_paths, piece, with_knob
+from lagrpo.core.pieces import (
+    Minimum,
+    NonNegative,
+    Piece,
+    PieceFunction,
+    as_piece,
+    knob_paths,
+    piece,
+    with_knob,
+)
 from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import token
 from lagrpo.core.reductions import token_mean
@@ -68,11 +77,11 @@ class Recipe:
     filters: tuple[Piece, ...] = ()
     kl: Piece = field(default_factory=lambda: piece(k3))
     reduction: Piece = field(default_factory=lambda: piece(token_mean))
-    beta: float = 0.0
+    beta: NonNegative = 0.0
     """weight of the KL term; 0: no KL term, so no reference policy"""
     kl_importance: bool = False
     """weight each token's KL estimate by its ratio pi/alpha"""
-    overlong_buffer: int = 0
+    overlong_buffer: Annotated[int, Minimum(0)] = 0
     """tokens before the limit in which DAPO's penalty for length grows; 0: no penalty"""
     mask_zero_variance: bool = False
     """give groups whose rewards are all equal a weight of 0"""

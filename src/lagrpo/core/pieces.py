@@ -10,12 +10,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast, get_type_hints
 
 from torch import Tensor
 
 PieceFunction: TypeAlias = Callable[..., Tensor]
 """A function with any arguments: an advantage, surrogate, mask, reduction …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The smallest value of a knob, in the annotation of the function whose knob it is."""
+
+    value: float
+
+
+NonNegative: TypeAlias = Annotated[float, Minimum(0.0)]
+
+Positive: TypeAlias = Annotated[float, Minimum(1e-9)]
+"""A divisor: 1e-9 stands for "more than 0"."""
+
+AtLeastOne: TypeAlias = Annotated[float, Minimum(1.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,17 @@ def function_name(function: Callable[..., object]) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", None) or "?"
     return name if module.startswith("lagrpo.core.") else f"{module}:{name}"
+
+
+def minimum_of(owner: Callable[..., object], knob: str) -> float | None:
+    """The smallest value of a knob that a function or class of lagrpo states, if it states one."""
+    if ":" in function_name(owner):
+        # Annotations of your own functions may name types that exist for type checkers alone.
+        return None
+    annotation = get_type_hints(owner, include_extras=True)[knob]
+    metadata: tuple[Any, ...] = getattr(annotation, "__metadata__", ())
+    bounds = [bound.value for bound in metadata if isinstance(bound, Minimum)]
+    return bounds[0] if bounds else None
 
 
 def piece(function: PieceFunction, **knobs: object) -> Piece:

@@ -18,14 +18,14 @@ from typing import TypeVar, cast
 import torch
 
 from lagrpo.core import filters, inputs, losses, weights
-from lagrpo.core.choices import CHOICES, MAY_BE_NONE, MINIMUM
+from lagrpo.core.choices import CHOICES, KNOB_NAMES, MAY_BE_NONE
 from lagrpo.core.inputs import statistic_of
 from lagrpo.core.kl import k1, k3_bias_corrected
 from lagrpo.core.losses import clipped_exact, clipped_proportional, opmd_pairwise
 from lagrpo.core.masks import ring
 from lagrpo.core.objective import NUMBERS, PIECES, Recipe
 from lagrpo.core.own_functions import check_own_functions, with_statistics
-from lagrpo.core.pieces import Piece, PieceFunction, as_piece, function_name
+from lagrpo.core.pieces import Piece, PieceFunction, as_piece, function_name, minimum_of
 from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import length_normalized, sequence, total
 from lagrpo.core.references import did_you_mean, is_reference, load_reference
@@ -168,7 +168,7 @@ def _full_path(recipe: Recipe, path: str, label: str) -> str:
             f"{label} has no effect on recipe {recipe.name!r}: beta = 0, so it has no KL term"
         )
     knob_names = [_last_part(knob) for knob in recipe.knobs]
-    all_names = {*NUMBERS, *CHOICES, *map(_last_part, MINIMUM), *knob_names}
+    all_names = {*NUMBERS, *CHOICES, *KNOB_NAMES, *knob_names}
     name = _last_part(path)
     problem = "has no effect on" if name in all_names else "is no knob of"
     advice = did_you_mean(name, dict.fromkeys(knob_names))
@@ -254,9 +254,13 @@ def _read_flag(path: str, value: object) -> bool:
 def _check_domains(recipe: Recipe) -> None:
     """Raises ValueError for a number below its minimum."""
     for path, value in recipe.knobs.items():
-        minimum = MINIMUM.get(path, MINIMUM.get(_last_part(path)))
+        if not isinstance(value, int | float):
+            continue
+        owner_path, _, name = path.rpartition(".")
+        owner = recipe.knobs[owner_path] if owner_path else None
+        minimum = minimum_of(owner.function if isinstance(owner, Piece) else Recipe, name)
         # `not >=` instead of `<`: it also rejects nan.
-        if minimum is not None and isinstance(value, int | float) and not value >= minimum:
+        if minimum is not None and not value >= minimum:
             raise ValueError(f"{path} must be at least {minimum:g}, but is {value}")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, TokenFunction, alpha
+from lagrpo.core.pieces import NonNegative, Positive
 from lagrpo.core.ratios import Ratio, sequence, token, total
 
 
@@ -27,7 +28,7 @@ def capped_ratio(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    epsilon_high: float = 0.2,
+    epsilon_high: NonNegative = 0.2,
 ) -> Tensor:
     """min(rho, 1 + epsilon_high): CISPO (MiniMax-M1, arXiv 2506.13585, Eq. 4), its upper cap alone.
 
@@ -37,7 +38,7 @@ def capped_ratio(
 
 
 def capped_sequence(
-    x: LossInputs, *, denominator: TokenFunction = alpha, cap: float = 8.0
+    x: LossInputs, *, denominator: TokenFunction = alpha, cap: NonNegative = 8.0
 ) -> Tensor:
     """min(s, cap): truncated importance sampling of whole completions."""
     return sequence(x.logp - denominator(x), x.completion).clamp(max=cap)
@@ -48,7 +49,7 @@ def tapered_ratio(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    cap: float = 1.0,
+    cap: NonNegative = 1.0,
 ) -> Tensor:
     """1 if A > 0, else min(rho, cap): TOPR (arXiv 2503.14286, cap 1).
 
@@ -58,7 +59,7 @@ def tapered_ratio(
     return torch.where(x.advantage > 0, 1.0, rho_T.clamp(max=cap))
 
 
-def exp_advantage(x: LossInputs, *, weight_temperature: float = 1.0) -> Tensor:
+def exp_advantage(x: LossInputs, *, weight_temperature: Positive = 1.0) -> Tensor:
     """e^(A / weight_temperature), not normalized: RED-Weight (arXiv 2509.24203).
 
     Better completions weigh more.
@@ -70,8 +71,8 @@ def sapo(
     x: LossInputs,
     *,
     denominator: TokenFunction = alpha,
-    temperature_positive: float = 1.0,
-    temperature_negative: float = 1.05,
+    temperature_positive: NonNegative = 1.0,
+    temperature_negative: NonNegative = 1.05,
 ) -> Tensor:
     """4 rho p (1 - p) with p = sigmoid(t (rho - 1)): SAPO (arXiv 2511.20347).
 
@@ -88,10 +89,10 @@ def vespo(
     x: LossInputs,
     *,
     denominator: TokenFunction = alpha,
-    power_positive: float = 2.0,
-    decay_positive: float = 3.0,
-    power_negative: float = 3.0,
-    decay_negative: float = 2.0,
+    power_positive: NonNegative = 2.0,
+    decay_positive: NonNegative = 3.0,
+    power_negative: NonNegative = 3.0,
+    decay_negative: NonNegative = 2.0,
 ) -> Tensor:
     """s^k e^(l (1 - s)): VESPO (arXiv 2602.10693). 1 at s = 1, largest at s = k/l, 0 at both ends.
 
@@ -111,8 +112,8 @@ def asymmetric_cap(
     *,
     ratio: Ratio = token,
     denominator: TokenFunction = alpha,
-    cap_positive: float = inf,
-    cap_negative: float = 1.0,
+    cap_positive: NonNegative = inf,
+    cap_negative: NonNegative = 1.0,
 ) -> Tensor:
     """min(rho, cap_positive) if A > 0, else min(rho, cap_negative)."""
     rho_T = ratio(x.logp - denominator(x), x.completion)
