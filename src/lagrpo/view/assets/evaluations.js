@@ -30,7 +30,7 @@ function changeText(summary) {
 }
 
 /** What an evaluation says besides pass@k and the mean reward: the mean of each of several rewards. */
-function furtherResults(one) {
+function rewardMeans(one) {
   const means = Object.keys(one).filter((key) => /^rewards\/\w+\/mean$/.test(key));
   return means.map((key) => `${visible(key)} ${show(one[key])}`).join(" · ");
 }
@@ -39,7 +39,7 @@ function evaluationTable(run) {
   const passes = [
     ...new Set(run.evaluations.summaries.flatMap((one) => Object.keys(one).filter((key) => /^pass@\d+$/.test(key)))),
   ].slice(1);
-  const further = run.evaluations.summaries.some(furtherResults);
+  const hasMeans = run.evaluations.summaries.some(rewardMeans);
   const headings = [
     "evaluation",
     "batch",
@@ -50,7 +50,7 @@ function evaluationTable(run) {
     "mean reward",
     "prompts",
     "samples",
-    ...(further ? ["further"] : []),
+    ...(hasMeans ? ["rewards"] : []),
   ];
   const rows = run.evaluations.summaries.map((one) =>
     el(
@@ -68,7 +68,7 @@ function evaluationTable(run) {
       el("td", { text: changeText(one) }),
       passes.map((name) => el("td", { text: percent(one[name]) })),
       ["reward", "prompts", "samples"].map((name) => el("td", { text: show(one[name]) })),
-      further ? el("td", { class: "dim", text: furtherResults(one) }) : null,
+      hasMeans ? el("td", { class: "dim", text: rewardMeans(one) }) : null,
     ),
   );
   return table(headings, rows, "numbers");
