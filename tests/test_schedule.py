@@ -55,14 +55,14 @@ def test_prefetching_submits_all_batches_up_to_the_next_sync():
 
 
 def test_budget_syncs_when_it_is_spent_and_at_the_cap():
-    for since_sync, spent, reason in (
+    for since_sync, kl, reason in (
         (0, 0.9, ""),
         (1, 0.25, ""),
         (1, 0.26, "budget"),
         (4, 0.0, "cap"),
         (3, 0.0, ""),
     ):
-        state = LoopState(batch=6, alpha=0, since_sync=since_sync, spent=spent)
+        state = LoopState(batch=6, alpha=0, since_sync=since_sync, kl_since_sync=kl)
         assert Schedule("budget", 4, 0.25).next(state, 8, 8).reason == reason
 
 
@@ -72,6 +72,6 @@ def test_budget_that_was_spent_stays_spent_after_a_batch_that_tells_nothing():
     state = LoopState(alpha=0).after_batch(0.1).after_batch(None)
     assert schedule.next(state, 20, 20).reason == ""
     state = state.after_batch(0.3).after_batch(None)
-    assert state.spent == 0.3
+    assert state.kl_since_sync == 0.3
     assert schedule.next(state, 20, 20).reason == "budget"
     assert schedule.next(state.after_sync(4, {}).after_batch(None), 20, 20).reason == ""

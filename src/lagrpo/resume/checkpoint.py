@@ -107,8 +107,10 @@ def save_checkpoint(
     if ranks.is_first:
         trainer_state |= {f"{SYNCED}{index}": tensor for index, tensor in enumerate(synced)}
 
+    # The key in files keeps its first name, so that old checkpoints resume.
+    names_in_file = {"kl_since_sync": "spent"}
     run_state = {
-        "loop": asdict(loop),
+        "loop": {names_in_file.get(name, name): value for name, value in asdict(loop).items()},
         "versions": {
             "policy": policy_version,
             "alpha": alpha_version,
@@ -212,6 +214,7 @@ def restore_checkpoint(
         groups_by_batch = _load_groups(rollouts, sampling, trainer.policy.chat)
         sampling.prefetcher.restore(groups_by_batch, versions_by_batch)
     loop: JsonObject = dict(state["loop"])
+    loop["kl_since_sync"] = loop.pop("spent")
     loop["prefetched"] = tuple(loop["prefetched"])  # JSON has lists
     return LoopState(**loop)
 

@@ -29,7 +29,6 @@ from xxhash import xxh3_128
 
 from lagrpo.data.fingerprint import digest
 from lagrpo.errors import describe_error, parse_json_object
-from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.types import JsonView
 
@@ -42,7 +41,7 @@ NumberOfBatch = Annotated[int, Field(ge=0)]
 Version = Annotated[int, Field(ge=0)]
 
 
-class _Loop(BaseModel):
+class _Loop(BaseModel, extra="forbid"):
     batch: NumberOfBatch
     alpha: Annotated[int, Field(ge=-1)]
     pi_ref: Version
@@ -163,7 +162,6 @@ def _check_state(state: JsonView) -> None:
         problem = error.errors()[0]
         name = ".".join(map(str, problem["loc"]))
         raise ValueError(f"{name}: {problem['msg']}") from error
-    LoopState(**state["loop"])
     if state["schema"] == SCHEMA and state["digest"] != _digest_state(state):
         raise ValueError("its content has changed since it was written")
 
@@ -220,11 +218,11 @@ def reading(file: Path, *more: type[Exception]) -> Generator[None]:
         yield
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, *more) as error:
         raise CheckpointError(
-            f"{file} cannot be read ({describe_error(error)}): {_cure(file.parent)}"
+            f"{file} cannot be read ({describe_error(error)}): {_advise(file.parent)}"
         ) from error
 
 
-def _cure(path: Path) -> str:
+def _advise(path: Path) -> str:
     """Says how a run resumes whose checkpoint `path` is damaged."""
     if len(files.numbered(path.parent, "step-")) > 1:
         return f"remove {path} to resume from the checkpoint before it"

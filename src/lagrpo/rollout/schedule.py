@@ -47,7 +47,7 @@ class LoopState:
     - `alpha`: the version of the sampler's weights; -1 before the first sync
     - `pi_ref`: the version of the reference
     - `since_sync`: batches since the last sync
-    - `spent`: the estimate of KL(α‖π_k) since the last sync, nats per completion
+    - `kl_since_sync`: the estimate of KL(α‖π_k) since the last sync, nats per completion
     - `prefetched`: the versions of α that sample batches `batch` + 1, `batch` + 2, …
     - `sync`: metrics of the last weight sync and its check
     """
@@ -56,7 +56,7 @@ class LoopState:
     alpha: int = -1
     pi_ref: int = 0
     since_sync: int = 0
-    spent: float = 0.0
+    kl_since_sync: float = 0.0
     prefetched: tuple[int, ...] = ()
     sync: Mapping[str, float] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class LoopState:
 
     def after_sync(self, version: int, sync: Mapping[str, float]) -> LoopState:
         """Returns the state after α <- π_version."""
-        return replace(self, alpha=version, since_sync=0, spent=0.0, sync=sync)
+        return replace(self, alpha=version, since_sync=0, kl_since_sync=0.0, sync=sync)
 
     def after_request(self, batches: range) -> LoopState:
         """Returns the state after these batches were submitted to α."""
@@ -78,14 +78,14 @@ class LoopState:
         """Returns the state after π_ref <- π_version."""
         return replace(self, pi_ref=version)
 
-    def after_batch(self, spent: float | None) -> LoopState:
-        """Returns the state after the next batch. `spent` is None if it has no new estimate."""
+    def after_batch(self, kl: float | None) -> LoopState:
+        """Returns the state after the next batch. `kl`: the new estimate; None to keep the old."""
         return replace(
             self,
             batch=self.batch + 1,
             since_sync=self.since_sync + 1,
             prefetched=self.prefetched[1:],
-            spent=self.spent if spent is None else spent,
+            kl_since_sync=self.kl_since_sync if kl is None else kl,
         )
 
 
@@ -150,7 +150,7 @@ class Schedule:
         """Returns why weights are synced before the batch after `state`."""
         if self.kind == "budget":
             budget = self.delta or 0.0
-            if state.since_sync > 0 and state.spent > budget:
+            if state.since_sync > 0 and state.kl_since_sync > budget:
                 return SyncReason.BUDGET
             is_late = state.since_sync >= self.v
             return SyncReason.CAP if is_late else SyncReason.NOT_DUE
