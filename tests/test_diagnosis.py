@@ -307,7 +307,7 @@ FAULTS = [
     Fault(
         "still_policy",
         change_metrics=stale_by(4, 1e-9),
-        settings={"optimizer.learning_rate": 3e-3},
+        settings={"optimizer.learning_rate": 3e-2},
     ),
     Fault(
         "clipped_gradient",
@@ -319,6 +319,7 @@ FAULTS = [
         change_metrics=changing(rollout__logp_difference_mean=0.3),
         settings={"loss.recipe": "grpo_tis"},
     ),
+    Fault("mismatch", change_metrics=changing(rollout__logp_difference_mean=5.5)),
     Fault("kl", reward_of(flat), stale_by(4, 0.2), settings=SLOWER, also=("flat_reward",)),
     Fault(
         "staleness",
@@ -435,7 +436,7 @@ def test_unfinished_run_says_that_there_is_nothing_to_diagnose(tmp_path):
 def test_settings_of_a_finding_are_not_those_of_a_costlier_one():
     first, second = find(Fault("", reward_of(flat), stale_by(4, 1e-9)))
     assert (first.detector, second.detector) == ("still_policy", "flat_reward")
-    assert first.settings == pytest.approx({"optimizer.learning_rate": 3e-3})
+    assert first.settings == pytest.approx({"optimizer.learning_rate": 3e-2})
     assert second.settings == {}
 
 

@@ -480,7 +480,11 @@ def test_option_for_vllm_behind_a_space_stays_as_it_is(value):
             {"operations": ["+"], "digits": 2, "split_seed": 0},
             id="the same task",
         ),
-        pytest.param({"task.data": "a.jsonl"}, {"operations": ["+"], "digits": 1, "split_seed": 0}, id="no task"),
+        pytest.param(
+            {"task.data": "a.jsonl"},
+            {"operations": ["+"], "digits": 1, "split_seed": 0},
+            id="no task",
+        ),
     ],
 )
 def test_options_of_a_file_are_of_its_task(changes, options):

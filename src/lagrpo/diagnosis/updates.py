@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
@@ -101,11 +102,14 @@ def find_still_policy(record: RunRecord, threshold: float) -> Finding | None:
     if kl is None or updates is None or kl > threshold or not record.has_signal:
         return None
     rate = record.settings.get("optimizer.learning_rate") or 0.0
+    # The KL divergence grows with the square of the rate. Rounding adds to a small one, so this rate
+    # is too low rather than too high.
+    factor = math.sqrt(10 * threshold / max(kl, 1e-16))
     return Finding(
         f"The policy hardly moves: rollout/kl is {kl:.1e} nats per token at a mean staleness of "
         f"{updates:.1f} updates, with a learning rate of {rate:g}.",
         cost=0.9,
-        settings={"optimizer.learning_rate": 10 * rate},
+        settings={"optimizer.learning_rate": float(f"{factor * rate:.1g}")},
     )
 
 
@@ -134,13 +138,15 @@ def find_mismatch(record: RunRecord, threshold: float) -> Finding | None:
     difference = mean(record.values("rollout/logp_difference_mean", fresh))
     if difference is None or difference < threshold:
         return None
-    return Finding(
+    sentence = (
         f"Rollout engine and trainer differ by {difference:.2f} nats per token with the same "
-        f"weights: mean of {count_of(len(fresh), 'batch', 'es')} at staleness 0.",
-        # At a nat, the sampled tokens say nothing about the policy.
-        cost=min(1.0, difference),
-        settings={"loss.recipe": "grpo_tis"},
+        f"weights: mean of {count_of(len(fresh), 'batch', 'es')} at staleness 0."
     )
+    # At a nat, the sampled tokens say nothing about the policy, and no weight corrects that.
+    if difference >= 1:
+        sentence += " The engine samples from another distribution, or has other weights."
+        return Finding(sentence, cost=1.0)
+    return Finding(sentence, cost=difference, settings={"loss.recipe": "grpo_tis"})
 
 
 def find_kl(record: RunRecord, threshold: float) -> Finding | None:

@@ -36,7 +36,8 @@ def compare(
     Its columns are the settings that differ, the number of `batches`, METRICS over the `last`
     batches (default: `RecordedRun.recent_batches`), and the last evaluation of each set with 95 %
     intervals: eval/pass@1, eval/pass@1_low, eval/pass@1_high …, with a set's name
-    eval/SET/pass@1. Raises RunNotFoundError.
+    eval/SET/pass@1; eval/batch is the batch after which it was made, 0 before training. Raises
+    RunNotFoundError.
     """
     import pandas as pd
 
@@ -70,7 +71,7 @@ def _evaluation_columns(evaluation: JsonView) -> JsonObject:
     """Returns the results of an evaluation that have intervals, and the intervals."""
     set_name = evaluation.get("set")
     prefix = f"eval/{set_name}/" if set_name else "eval/"
-    columns: JsonObject = {}
+    columns: JsonObject = {f"{prefix}batch": evaluation["step"]}
     for name, value in evaluation.items():
         if f"{name}_low" in evaluation:
             columns[f"{prefix}{name}"] = value

@@ -106,7 +106,7 @@ def _recipe(settings: Settings, recipe: Recipe) -> str:
     ]
     if not changes:
         return f"{recipe.name}: {recipe.formula}"
-    return f"{recipe.name} with {', '.join(changes)}; without these settings: {recipe.formula}"
+    return f"{recipe.name} with {', '.join(changes)}; the recipe alone: {recipe.formula}"
 
 
 def _entropy_term(settings: Settings) -> list[str]:

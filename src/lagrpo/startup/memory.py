@@ -482,7 +482,8 @@ def in_words(size: int) -> str:
 
 def how_to_lower(term: Term) -> str:
     """Says how large a term is, and what lowers it."""
-    return f"the largest part is {term.name}, {in_words(term.size)}: lowered by {term.advice}"
+    size = in_words(term.size)
+    return f"the largest part that a setting lowers is {term.name}, {size}: {term.advice}"
 
 
 def needs(terms: Sequence[Term], computation: Computation) -> str:
