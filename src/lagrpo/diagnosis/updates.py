@@ -102,8 +102,8 @@ def find_still_policy(record: RunRecord, threshold: float) -> Finding | None:
     if kl is None or updates is None or kl > threshold or not record.has_signal:
         return None
     rate = record.settings.get("optimizer.learning_rate") or 0.0
-    # The KL divergence grows with the square of the rate. Rounding adds to a small one, so this rate
-    # is too low rather than too high.
+    # The KL divergence grows with the square of the rate. Rounding adds to a small one, so the
+    # rate is too low rather than too high.
     factor = math.sqrt(10 * threshold / max(kl, 1e-16))
     return Finding(
         f"The policy hardly moves: rollout/kl is {kl:.1e} nats per token at a mean staleness of "
