@@ -389,7 +389,7 @@ def test_help_names_every_setting_and_shows_the_values_of_the_file():
     out = lagrpo("train", "demo", "--help")[1]
     keys = [name for name in list_settings() if "." in name and name != "eval.sets"]
     assert [name for name in keys if not re.search(rf"--{re.escape(name)}[ .]", out)] == []
-    assert "Batches of the run [30]" in out
+    assert "Batches of the run [12]" in out
 
 
 def test_help_of_eval_leaves_out_what_only_training_uses():
