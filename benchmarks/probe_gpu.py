@@ -101,7 +101,7 @@ Answers = Iterator[tuple[str, Values]]
 Stage = Callable[[argparse.Namespace], Answers]
 
 
-# ---- stages ----
+# Stages
 
 
 def peak(options: argparse.Namespace) -> Answers:
@@ -327,7 +327,7 @@ STAGES: dict[str, Stage] = {
 }
 
 
-# ---- an update, and what it costs ----
+# An update, and what it costs
 
 
 def profile_update(name: str, tokens: int, *, quick: bool) -> Values:
@@ -404,7 +404,7 @@ def nothing_deterministic() -> Iterator[None]:
         trainers.deterministic = deterministic
 
 
-# ---- measuring ----
+# Measuring
 
 
 def synchronize() -> None:

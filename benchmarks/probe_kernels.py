@@ -53,7 +53,7 @@ def main() -> None:
     run_stages(__doc__, STAGES)
 
 
-# ---- kernels ----
+# Kernels
 
 
 def kernels(options: argparse.Namespace) -> Answers:
@@ -178,7 +178,7 @@ def timing(
     return values
 
 
-# ---- decoding ----
+# Decoding
 
 
 def decode(options: argparse.Namespace) -> Answers:
@@ -219,7 +219,7 @@ def same_prompts(count: int, length: int) -> list[Request]:
     return [Request(0, 0, Prompt(key, (), None, token_ids)) for key in range(count)]
 
 
-# ---- an update without our kernels ----
+# An update without our kernels
 
 
 def learn_torch(options: argparse.Namespace) -> Answers:
@@ -245,7 +245,7 @@ def pytorch_alone() -> Iterator[None]:
         probe_gpu.make_policy = make_policy
 
 
-# ---- sampler and trainer ----
+# Sampler and trainer
 
 
 def agree(options: argparse.Namespace) -> Answers:
@@ -284,7 +284,7 @@ def difference_of_log_probs(policy: Policy, groups: list[Group]) -> Tensor:
         return (policy.logp(packed).cpu() - sampled).abs()
 
 
-# ---- joined products ----
+# Joined products
 
 
 def joined(options: argparse.Namespace) -> Answers:

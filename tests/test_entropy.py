@@ -26,7 +26,7 @@ from lagrpo.verify.formulas import entropy_coefs
 COEF = 0.3
 
 
-# ---- The gradient ----
+# The gradient
 
 
 def make_trainer(term: EntropyTerm, recipe: str = "grpo_trl", lora: Lora | None = None) -> Trainer:
@@ -135,7 +135,7 @@ def test_rows_keep_the_entropy_without_what_computed_it():
     assert not any(row.entropy_T is None or row.entropy_T.requires_grad for row in rows)
 
 
-# ---- The controller ----
+# The controller
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_batch_without_an_update_is_not_observed():
     assert trainer.entropy.coef == 0
 
 
-# ---- Its state ----
+# Its state
 
 
 def test_controller_goes_on_from_a_trainer_s_state():
@@ -214,7 +214,7 @@ def test_state_without_the_controller_begins_at_its_start():
     assert resumed.entropy == EntropyTerm(0.1, target=0.5)
 
 
-# ---- Targets ----
+# Targets
 
 
 @pytest.mark.parametrize(

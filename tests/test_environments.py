@@ -69,7 +69,7 @@ def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
         assert isinstance(say(wordy, "b", state), tuple)  # the others continue
 
 
-# ---- guess_number ----
+# Guess_number
 
 
 def test_guess_number_is_a_task_with_an_environment():
@@ -105,7 +105,7 @@ def test_guess_number_is_solved_by_bisection():
     ]
 
 
-# ---- tools ----
+# Tools
 
 
 def test_calls_are_read_in_three_formats():
@@ -305,7 +305,7 @@ def test_unknown_tool_is_rejected_with_a_similar_name():
         load_task(settings, seed=0)
 
 
-# ---- the task calculator and its tool ----
+# The task calculator and its tool
 
 
 def test_calculator_computes_exactly_and_rejects_everything_else():
@@ -342,7 +342,7 @@ def test_examples_of_the_calculator_are_written_out_for_a_template_without_tools
     assert tools().reset(prompt, KEY) == prompt.messages
 
 
-# ---- gym:NAME ----
+# Gym:NAME
 
 
 def test_gymnasium_environment_is_a_task():

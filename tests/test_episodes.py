@@ -297,7 +297,7 @@ def test_tokens_decoded_together_equal_tokens_decoded_one_by_one(dtype, monkeypa
         torch.testing.assert_close(hidden, expected, rtol=0.05, atol=atol)
 
 
-# ---- chat templates ----
+# Chat templates
 
 
 def chat_with(template: str | None) -> Chat:

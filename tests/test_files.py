@@ -84,7 +84,7 @@ def source(directory: Path, kind: str = "qwen2", rope: Any = None, version: int 
     return directory
 
 
-# ---- tokenizers ----
+# Tokenizers
 
 
 def test_tokenizer_has_the_ids_of_its_file(tmp_path):
@@ -146,7 +146,7 @@ def test_chat_template_of_the_settings_replaces_the_one_of_the_source(tmp_path, 
     assert CHAT not in (tmp_path / "saved" / "tokenizer_config.json").read_text(encoding="utf-8")
 
 
-# ---- models ----
+# Models
 
 
 def test_saved_config_is_the_source_with_the_dtype_of_the_weights(tmp_path):
@@ -199,7 +199,7 @@ def test_source_that_is_no_directory_has_no_files(tmp_path):
         assert find_source(name, "config.json") is None
 
 
-# ---- read by others ----
+# Read by others
 
 SOURCES = [
     pytest.param({"version": 4}, id="transformers 4"),

@@ -464,7 +464,7 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-# ---- how they are had, with a cache of their own ----
+# How they are had, with a cache of their own
 
 
 def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:

@@ -175,7 +175,7 @@ def test_start_of_adapters_depends_on_seed_and_name_alone():
     assert count_parameters(tiny_model(), LORA) == sum(t.numel() for t in first.weights.values())
 
 
-# ---- PEFT ----
+# PEFT
 
 
 @torch.no_grad()

@@ -399,7 +399,7 @@ def test_texts_that_parquet_stores_as_binary_are_texts(tmp_path):
     assert offline_data.left_out == {"failed": 1}
 
 
-# ---- what a message has beside its text ----
+# What a message has beside its text
 
 CALLS = (  # as Qwen3's: thoughts and calls of the assistant
     "{% for m in messages %}{{ m.role }}: "
@@ -513,7 +513,7 @@ def test_part_of_a_completion_that_the_template_does_not_show_is_rejected(
         completed(tmp_path, {"role": "assistant", **message}, template, others=others)
 
 
-# ---- a thought that the prompt has begun ----
+# A thought that the prompt has begun
 
 THINKS = TURNS + "<think>{{ '\\n' }}"
 DOES_NOT_THINK = TURNS + "<think>{{ '\\n\\n' }}</think>{{ '\\n\\n' }}"

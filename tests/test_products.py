@@ -209,7 +209,7 @@ def test_products_that_are_wrong_by_one_bit_are_not_used(monkeypatch, caplog):
     assert panels.chosen_products.__wrapped__() == panels.chosen_products()
 
 
-# ---- panels, and who has them ----
+# Panels, and who has them
 
 
 def test_an_odd_number_of_inputs_takes_pytorchs_products():

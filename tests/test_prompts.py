@@ -186,7 +186,7 @@ def test_rewards_outside_of_their_range_give_one_warning(run, capsys):
     assert "outside [0" not in capsys.readouterr().out
 
 
-# ---- data that does not fit ----
+# Data that does not fit
 
 
 def custom_settings(tmp_path, train, test, answer_column="a", rewards=("exact",), **sections):

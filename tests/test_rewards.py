@@ -56,7 +56,7 @@ def arguments(function: RewardFunction, row: JsonView | None = None) -> list[Rew
     )
 
 
-# ---- signatures ----
+# Signatures
 
 
 def test_our_signature_gets_what_it_names():
@@ -157,7 +157,7 @@ def test_function_of_another_signature_is_rejected():
             Reward(function).check(row)
 
 
-# ---- as Python users give them ----
+# As Python users give them
 
 
 class Judge:
@@ -192,7 +192,7 @@ def test_class_in_a_table_becomes_an_object_with_its_options():
     assert (reward.function(completion=""), reward.weight, reward.name) == (0.5, 2.0, "Judge")
 
 
-# ---- built-in rewards ----
+# Built-in rewards
 
 
 def test_length_falls_from_the_target_to_the_limit():
@@ -335,7 +335,7 @@ def test_list_as_the_answer_means_any_of_its_entries():
             number("7", nothing)
 
 
-# ---- several rewards ----
+# Several rewards
 
 
 def several(**functions_and_options: tuple[RewardFunction, dict[str, Any]]) -> Rewards:
@@ -554,7 +554,7 @@ def test_failures_cost_their_completions_and_no_other_reward():
     }
 
 
-# ---- the settings ----
+# The settings
 
 
 @pytest.mark.parametrize("name", ["Program", "Called", "Renamed"])
@@ -592,7 +592,7 @@ def test_contradictory_entries_are_rejected():
             check_settings(load_settings({"task": {"name": "arithmetic", "rewards": rewards}}))
 
 
-# ---- what a run records ----
+# What a run records
 
 ENTRIES: list[JsonObject] = [
     {"name": "letters", "reward": "task", "range": [0, 0.5]},

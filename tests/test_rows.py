@@ -76,7 +76,7 @@ def answers(task: RowTask) -> set[object]:
     return {json.dumps(prompt.answer) for prompt in prompts}
 
 
-# ---- texts and lists ----
+# Texts and lists
 
 
 BINARY: dict[str, pa.DataType] = {
@@ -190,7 +190,7 @@ def test_each_frame_of_a_dict_is_a_split():
     assert (task.size("train"), task.size("test")) == (2, 1)
 
 
-# ---- answers ----
+# Answers
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -263,7 +263,7 @@ def test_row_of_gsm8k_without_an_answer_is_left_out(tmp_path):
     ]
 
 
-# ---- files ----
+# Files
 
 
 @pytest.mark.parametrize("name", ["d[1].jsonl", "d?.jsonl", "d*.jsonl", "[d]1.jsonl"])
@@ -329,7 +329,7 @@ def test_damaged_file_is_rejected_with_its_place(tmp_path, name, content, messag
     assert "\n" not in str(error.value)
 
 
-# ---- rows that are held out ----
+# Rows that are held out
 
 
 def test_hold_out_keeps_rows_with_equal_prompts_together():

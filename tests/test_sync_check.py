@@ -33,7 +33,7 @@ def update(policy: Policy, *names: str) -> None:
     policy.advance()
 
 
-# ---- in-process ----
+# In-process
 
 
 @either_computation
@@ -83,7 +83,7 @@ def test_policy_that_has_diverged_stops_the_run():
         check(policy)
 
 
-# ---- servers, on hand-worked log-probs ----
+# Servers, on hand-worked log-probs
 
 NOISE = torch.tensor([0.03, -0.02, 0.04, -0.03]).repeat(8)
 OLD = torch.linspace(-3, -0.1, 32)

@@ -9,7 +9,7 @@ from test_tasks import task_settings
 
 from lagrpo.tasks import arithmetic, countdown, load_task
 
-# ---- arithmetic ----
+# Arithmetic
 
 
 def test_single_digit_addition_is_all_of_it_80_to_20():
@@ -63,7 +63,7 @@ def test_arithmetic_questions_and_answers():
         assert reward_of(task, prompt.messages[0]["content"], prompt.answer) == 0.0
 
 
-# ---- countdown ----
+# Countdown
 
 
 def test_countdown_problems_are_in_range_and_their_target_alone_scores_0():

@@ -115,7 +115,7 @@ def test_wrong_answers_that_math_verify_takes_for_right_are_known():
         assert (line["careful"], verdict("math", line), alone) == (0.0, 1.0, 1.0), line
 
 
-# ---- numerals and boxes ----
+# Numerals and boxes
 
 
 def test_numerals_have_signs_scales_and_groups_or_no_value():
@@ -194,7 +194,7 @@ def test_any_text_can_be_read_and_scored(text):
     assert countdown.score(text, {"numbers": [3, 7, 5], "target": 20}) in (0.0, 1.0)
 
 
-# ---- gsm8k and math ----
+# Gsm8k and math
 
 
 @needs_math

@@ -283,7 +283,7 @@ def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
     assert verify_run(run, trust_run_code=True).differences == []
 
 
-# ---- messages that a template leaves out, and those that it may change ----
+# Messages that a template leaves out, and those that it may change
 
 CHATML = (  # as Qwen2.5's: other roles are left out, arguments are written as JSON
     "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
@@ -434,7 +434,7 @@ def test_arguments_are_written_as_the_template_wants_them(chat):
         assert 'add f {"x": 2}<' in chat.render(CALLED).replace("add {", "add f {")
 
 
-# ---- calls as a template writes them ----
+# Calls as a template writes them
 
 CODER = (  # as Qwen3-Coder's
     "{% for t in tools or [] %}<name>{{ t.function.name }}</name>{% endfor %}"
@@ -499,7 +499,7 @@ def test_template_whose_calls_are_not_read_is_rejected(chat, template, is_read):
             check_call_format(chat, tools, tools.schemas())
 
 
-# ---- a template with the date ----
+# A template with the date
 
 DATED = "{% set format = '%d %b %Y' %}{{ strftime_now(format) }} " + CHAT
 

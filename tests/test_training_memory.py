@@ -233,7 +233,7 @@ def test_table_has_bytes_of_a_rank_and_of_all():
     assert "rollout.x" in line
 
 
-# ---- beside what was measured ----
+# Beside what was measured
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def assert_same_bits_but_few(ours, theirs):
     assert difference.abs().max() <= 1
 
 
-# ---- RMS norm ----
+# RMS norm
 
 
 def norm_of_transformers(total, weight):
@@ -166,7 +166,7 @@ def test_gradient_of_a_norms_weight_has_the_same_bits_every_time():
     assert torch.equal(first, second)
 
 
-# ---- gated activation ----
+# Gated activation
 
 
 def gate_and_up(rows: int, width: int, packed: bool, dtype: torch.dtype):
@@ -206,7 +206,7 @@ def test_gated_activation_and_its_gradient(rows, width, packed, dtype):
             assert_same_bits_but_few(y, results_c[0])
 
 
-# ---- rotary embedding ----
+# Rotary embedding
 
 
 def rotate_half(x):

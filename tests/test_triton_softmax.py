@@ -54,7 +54,7 @@ def exact_log_softmax(logits, tau: float):
     return (logits.double() / tau).log_softmax(-1)
 
 
-# ---- log-probs ----
+# Log-probs
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -102,7 +102,7 @@ def test_log_probs_of_a_row_do_not_depend_on_the_rows_around_it():
     assert torch.equal(alone[1], together[1][3:4])
 
 
-# ---- the gradient of logits ----
+# The gradient of logits
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_head_and_softmax_have_the_gradient_of_pytorch(monkeypatch, num_kept):
         torch.testing.assert_close(ours, by_pytorch, rtol=1e-5, atol=1e-5)
 
 
-# ---- logits that are infinite, huge or NaN ----
+# Logits that are infinite, huge or NaN
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_log_sum_exp_is_minus_infinity_if_no_token_is_possible():
     assert logp.isnan().all()
 
 
-# ---- sampling ----
+# Sampling
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

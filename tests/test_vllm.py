@@ -88,7 +88,7 @@ def loaded(fake: FakeServer) -> list[str]:
     return [Path(body["kwargs"]["weights_path"]).name for body in fake.bodies("/collective_rpc")]
 
 
-# ---- requests and answers ----
+# Requests and answers
 
 
 def test_seeds_are_keyed_by_prompt_and_the_label_salts_the_cache(fake, engine, policy):
@@ -144,7 +144,7 @@ def test_weights_of_another_run_end_the_run(fake, engine, policy):
         sampled(engine, policy)
 
 
-# ---- servers that die ----
+# Servers that die
 
 
 def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, policy):
@@ -196,7 +196,7 @@ def test_error_of_a_started_server_names_its_log(fake, engine, policy):
     assert raised.value.__notes__ == ["The server's log: vllm-1.log"]
 
 
-# ---- weight syncs ----
+# Weight syncs
 
 
 def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, policy):
@@ -448,7 +448,7 @@ def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     assert not fake.adapters
 
 
-# ---- sleep ----
+# Sleep
 
 
 def test_server_sleeps_until_the_next_sync(fake, engine, policy):
@@ -530,7 +530,7 @@ def test_server_sleeps_only_on_the_gpu_of_one_process(
             check_settings(run_settings)
 
 
-# ---- evaluations ----
+# Evaluations
 
 
 def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, engine, policy):
@@ -557,7 +557,7 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
     assert (loaded(fake)[3:], engine.version) == (["v000001"], 1)
 
 
-# ---- several turns ----
+# Several turns
 
 
 def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> tuple[Group, Chat]:
@@ -615,7 +615,7 @@ def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_complet
     )
 
 
-# ---- attaching, starting, serving ----
+# Attaching, starting, serving
 
 
 def settings(root: Path, **sections: Section) -> Settings:

@@ -21,7 +21,7 @@ logger = logging.getLogger("lagrpo")
 
 HIDDEN = "***"
 
-# ---- By name ----
+# By name
 
 # The last word of a name that holds a secret: DB_PASSWORD, PGPASSWORD, clientSecret.
 _SECRET_WORD = re.compile(
@@ -45,7 +45,7 @@ _ORDINARY_WORD = re.compile(
 # Plurals hold secrets only behind such a word: api_keys, but not max_tokens.
 _SECRET_PLURAL = re.compile(r"(?:api|access|auth|secret|private|refresh|bearer|hf) (?:keys|tokens)")
 
-# ---- By form ----
+# By form
 
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL

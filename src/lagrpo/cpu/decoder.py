@@ -64,7 +64,7 @@ class Layout(Protocol):
         ...
 
 
-# ---- which models, and when ----
+# Which models, and when
 
 
 def check_window(module: nn.Module, layout: Layout, sliding_window: int | None) -> None:
@@ -145,7 +145,7 @@ def _is_plain(layer: Any) -> bool:
     return True
 
 
-# ---- the forward pass ----
+# The forward pass
 
 
 class FusedDecoder:

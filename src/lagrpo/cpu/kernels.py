@@ -52,7 +52,7 @@ def _round_up(count: int) -> int:
     return -(-count // VECTOR) * VECTOR
 
 
-# ---- between matrix products and attention ----
+# Between matrix products and attention
 
 _Norm = struct(counts="rows width", pointers="x delta weight total y rstd", floats="eps")
 _NormBackward = struct(
@@ -168,7 +168,7 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Te
     return y
 
 
-# ---- attention along a packed row ----
+# Attention along a packed row
 
 
 _Attention = struct(
@@ -296,7 +296,7 @@ def attention_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-# ---- decoding ----
+# Decoding
 
 _Active = struct(
     counts="n_groups own_batch own_capacity prompt_capacity",
@@ -477,7 +477,7 @@ def decode_step(
     return x, delta
 
 
-# ---- linear layers ----
+# Linear layers
 
 _Linear = struct(counts="rank", pointers="weights bias down up", half="")
 
@@ -493,7 +493,7 @@ def linear(x: Tensor, n: int, weights: LinearWeights, out: Tensor | None = None)
     return y
 
 
-# ---- the softmax over the vocabulary ----
+# The softmax over the vocabulary
 
 _Logits = struct(counts="rows width", pointers="x", floats="over_tau")
 

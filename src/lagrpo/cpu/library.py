@@ -75,7 +75,7 @@ class NoKernels(RuntimeError):  # noqa: N818
     """The kernels are not available on this machine; the message is the reason."""
 
 
-# ---- the processor ----
+# The processor
 
 
 def isa_level() -> str:
@@ -107,7 +107,7 @@ def _cpuinfo() -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
-# ---- loading ----
+# Loading
 
 
 def why_not() -> str | None:
@@ -256,7 +256,7 @@ def _run(command: list[str]) -> str:
     return completed.stdout
 
 
-# ---- calling ----
+# Calling
 
 Argument = Tensor | float | int | None
 

@@ -70,7 +70,7 @@ def joined(layer: Any) -> list[list[nn.Linear]]:
     ]
 
 
-# ---- one product ----
+# One product
 
 
 def _room(n: int, k: int) -> Tensor:
@@ -190,7 +190,7 @@ class LowRank(Panels):
         call("pack", 0, self.n, self._even_rank, up, self._up)
 
 
-# ---- a model's products ----
+# A model's products
 
 
 class DecoderPanels:
@@ -396,7 +396,7 @@ class AdaptedPanels:
 ModelPanels = OwnPanels | BorrowedPanels | AdaptedPanels
 
 
-# ---- which instructions compute products ----
+# Which instructions compute products
 
 
 @cache

@@ -118,7 +118,7 @@ def object_text(value: Any) -> Any:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-# ---- Changes ----
+# Changes
 
 
 def check_places(before: JsonView, now: JsonView) -> None:

@@ -185,7 +185,7 @@ def _count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-# ---- Groups ----
+# Groups
 
 
 def _group_key(record: Row, prompt: Prompt) -> Hashable:
@@ -240,7 +240,7 @@ def _split_sizes(count: int, G: int) -> list[int]:
     return [size + 1] * num_larger + [size] * (num_groups - num_larger)
 
 
-# ---- One row ----
+# One row
 
 
 def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Prompt:
@@ -406,7 +406,7 @@ def _read_outcome(row: JsonView) -> Outcome | None:
     return Outcome.scored(float(reward))
 
 
-# ---- Several turns ----
+# Several turns
 
 
 def _read_turns(content: Sequence[object], *, padded: bool) -> list[JsonObject]:

@@ -54,7 +54,7 @@ class PromptSource:
         # between: many may be prefetched.
         self.batch = lru_cache(maxsize=32)(self._make_batch)
 
-    # ---- Training ----
+    # Training
 
     def check(self, batches: int, *, has_extra: bool = False) -> None:
         """Tokenizes every prompt that batches 1 .. `batches` visit. Raises SettingsError.
@@ -109,7 +109,7 @@ class PromptSource:
     def _make_epoch_order(self, epoch: int) -> list[int]:
         return order_prompts(self.seed, epoch, self._size)
 
-    # ---- Weight-sync checks and evaluations ----
+    # Weight-sync checks and evaluations
 
     def check_prompts(self, count: int) -> list[Request]:
         """Returns up to `count` training prompts for weight-sync checks.
@@ -134,7 +134,7 @@ class PromptSource:
             Request(batch=0, epoch=0, prompt=self.tokenized("test", index)) for index in indices
         ]
 
-    # ---- One prompt ----
+    # One prompt
 
     def tokenized(self, split: str, index: int) -> Prompt:
         """Returns a prompt with its token ids.

@@ -31,7 +31,7 @@ SLICES = 768
 COLUMNS = 1024
 
 
-# ---- RMS norm ----
+# RMS norm
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -194,7 +194,7 @@ def norm_backward(
     return grad_x, grad_weight.sum(0).to(weight.dtype)
 
 
-# ---- gated activation ----
+# Gated activation
 
 
 @triton.jit
@@ -299,7 +299,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, T
     return y, grad_gate, grad_up
 
 
-# ---- rotary position embedding ----
+# Rotary position embedding
 
 
 @triton.jit

@@ -38,7 +38,7 @@ LAUNCH: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, **STRICT}
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-# ---- pieces that the kernels share ----
+# Pieces that the kernels share
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _add_block(largest, total, largest_of_block, sum_of_block):
     return tl.maximum(largest, largest_of_block), total, rise, scale
 
 
-# ---- log-probs of given tokens ----
+# Log-probs of given tokens
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def token_logp_backward(
     return logits
 
 
-# ---- sampling ----
+# Sampling
 #
 # A token is found by inverting the cumulative distribution: first the block, then the token inside
 # it. Two kernels do it. The first has one program per block of each row: a decoding step has a

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
         )
 
 
-# ---- in transformers ----
+# In transformers
 
 
 def register() -> None:
@@ -99,7 +99,7 @@ def shared_prefix_attention(
     return attended.unsqueeze(0), None
 
 
-# ---- along a packed row ----
+# Along a packed row
 
 
 def attend(

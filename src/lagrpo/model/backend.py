@@ -220,7 +220,7 @@ class RowLayout:
         return self.backend.attend(self.row, query, key, value, scaling)
 
 
-# ---- picking ----
+# Picking
 
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:

@@ -150,7 +150,7 @@ def check_thought(before: str, answer: str, *, finished: bool) -> None:
         )
 
 
-# ---- what a rendered prompt must have ----
+# What a rendered prompt must have
 
 
 def check_rendered(messages: Messages, text: str) -> None:

@@ -270,7 +270,7 @@ def quiet() -> Iterator[None]:
         logging.set_tqdm_hook(previous_hook)
 
 
-# ---- checks ----
+# Checks
 
 
 def check_loaded(lm: Any, loading_info: Mapping[str, Any]) -> None:

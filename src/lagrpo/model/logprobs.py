@@ -122,7 +122,7 @@ def token_logp(
     return logp
 
 
-# ---- the softmax by PyTorch's operations, as the kernels offer it ----
+# The softmax by PyTorch's operations, as the kernels offer it
 
 
 def scaled(logits: Tensor, tau: float) -> Tensor:
@@ -247,7 +247,7 @@ def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Ten
     return token, logp
 
 
-# ---- the head, its softmax and their gradient, piece by piece ----
+# The head, its softmax and their gradient, piece by piece
 
 
 @dataclass(frozen=True, slots=True)

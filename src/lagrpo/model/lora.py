@@ -172,7 +172,7 @@ def attach_lora(lm: Any, lora: Lora) -> None:
         setattr(lm.get_submodule(parent), last_part, layer)
 
 
-# ---- files ----
+# Files
 
 
 def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> None:

@@ -363,7 +363,7 @@ def copy_policy(policy: Policy) -> Policy:
     return Policy(weights, Model(lm, backend, panels), policy.chat, policy.tau)
 
 
-# ---- comparing versions ----
+# Comparing versions
 
 
 def count_differing(one: Tensor, other: Tensor) -> int | Tensor:

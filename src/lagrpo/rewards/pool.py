@@ -57,7 +57,7 @@ class RewardError(RuntimeError):
     """The run cannot continue: the workers do not work, or too many completions have no reward."""
 
 
-# ---- Calls with a deadline in worker processes ----
+# Calls with a deadline in worker processes
 
 
 @dataclass(eq=False, slots=True)
@@ -217,7 +217,7 @@ def _outcome_without_answer(error: Exception, deadline: float) -> Outcome:
     return Outcome.unscored(f"{MachineReason.WORKER_ENDED}: its answer could not be read")
 
 
-# ---- Scoring ----
+# Scoring
 
 
 @dataclass(frozen=True, slots=True)

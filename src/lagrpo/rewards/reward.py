@@ -457,7 +457,7 @@ def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
     return minimum, maximum
 
 
-# ---- From the settings ----
+# From the settings
 
 
 def check_rewards(entries: Sequence[RewardEntry]) -> None:

@@ -43,7 +43,7 @@ MAX_REASON_INPUT = 4096
 """Characters of a user's text that a reason is made from: an exception may quote megabytes."""
 
 
-# ---- The life of a worker ----
+# The life of a worker
 
 
 def serve(socket_descriptor: int, life_descriptor: int, memory_bytes: int) -> None:
@@ -117,7 +117,7 @@ def _exit_with_parent(life_descriptor: int) -> None:
     os._exit(1)  # in a thread, sys.exit would end only the thread
 
 
-# ---- Calling a reward function ----
+# Calling a reward function
 
 
 def call_loaded_reward(
@@ -234,7 +234,7 @@ def _split_list(value: object, length: int) -> list[object]:
     return [UnscorableError(problem)] * length
 
 
-# ---- From values to outcomes ----
+# From values to outcomes
 
 
 def to_outcome(value: object, source: str = "the reward function") -> Outcome:

@@ -253,7 +253,7 @@ class ContinuousBatch:
         self.open.append(group)
         return group
 
-    # ---- environments ----
+    # Environments
 
     def _take_replies(self) -> list[int]:
         """Continues rows whose environment has replied. Returns the rows that it has ended.
@@ -294,7 +294,7 @@ class ContinuousBatch:
             self.clock = max(self.clock, first_step)
         return [index for index in waiting if active[index].resume_at <= self.clock]
 
-    # ---- ends ----
+    # Ends
 
     def _end_turns(self, indices: np.ndarray) -> list[int]:
         """Passes turns that have ended on to the environment.

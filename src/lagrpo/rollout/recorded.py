@@ -151,7 +151,7 @@ class RecordedState:
         """True if the cache has room for these rows, each of this many tokens."""
         return max_rows <= self.max_rows and max_tokens <= self.capacity
 
-    # ---- new groups ----
+    # New groups
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
@@ -185,7 +185,7 @@ class RecordedState:
         self.lengths = np.concatenate([self.lengths, new_lengths])
         return hidden.index_select(0, layout.last_prompt_rows)
 
-    # ---- steps ----
+    # Steps
 
     def step(
         self,
@@ -290,7 +290,7 @@ class RecordedState:
 
         return self._graphs((padded_tokens, num_keys, tau), compute, padded)
 
-    # ---- rows that have ended ----
+    # Rows that have ended
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drops ended rows.

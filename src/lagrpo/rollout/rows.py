@@ -80,7 +80,7 @@ class Rows:
         self.num_sampled[new] = 0
         self.num_next[new] = 0
 
-    # ---- the input of the next step ----
+    # The input of the next step
 
     def next_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens that the next step feeds, row after row, and their number in each row.
@@ -112,7 +112,7 @@ class Rows:
         start = self.active[index].turn_start
         return self.tokens[index, start : self.lengths[index]].tolist()
 
-    # ---- new tokens, and rows that end ----
+    # New tokens, and rows that end
 
     def add_sampled(self, indices: np.ndarray, tokens: np.ndarray, logp: np.ndarray) -> None:
         """Appends a sampled token to each of these rows."""

@@ -206,7 +206,7 @@ def program_size(computation: Computation) -> int:
     return PROGRAM + (RANKS_PROGRAM if computation.ranks > 1 else 0)
 
 
-# ---- weights and optimizer ----
+# Weights and optimizer
 
 
 def _is_sharded(settings: Settings, computation: Computation) -> bool:
@@ -289,7 +289,7 @@ def _optimizer(
     ]
 
 
-# ---- learning ----
+# Learning
 
 
 def _learning(
@@ -420,7 +420,7 @@ def _gathered(sizes: ModelSizes, computation: Computation) -> int:
     return s * (root + 2 * layer) + (4 + s) * max(root, layer)
 
 
-# ---- sampling ----
+# Sampling
 
 
 def _sampling(sizes: ModelSizes, settings: Settings, computation: Computation) -> list[Term]:
@@ -470,7 +470,7 @@ def _cache(sizes: ModelSizes, settings: Settings, computation: Computation) -> i
     return of_token * (rows * grown + -(-rows // G) * prompt)
 
 
-# ---- words ----
+# Words
 
 
 def in_words(size: int) -> str:

@@ -278,7 +278,7 @@ def find_fitting(task: RowTask, split: str, max_tokens: int, chat: Tokenizer) ->
     return indices
 
 
-# ---- Order ----
+# Order
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:
@@ -291,7 +291,7 @@ def order_prompts(seed: int, epoch: int, size: int) -> list[int]:
     return permutation(size, seed, "prompt order", epoch).tolist()
 
 
-# ---- From the settings ----
+# From the settings
 
 
 def is_multi_turn(name: str) -> bool:

@@ -62,7 +62,7 @@ Turn = tuple[StepResult, bytes]
 """An environment's reply, and its pickled state: empty after the last turn."""
 
 
-# ---- Turns in worker processes ----
+# Turns in worker processes
 
 
 def take_turn(
@@ -144,7 +144,7 @@ def _to_json(messages: Messages) -> tuple[Message, ...]:
     return tuple(plain_messages)
 
 
-# ---- Tools ----
+# Tools
 
 
 @dataclass

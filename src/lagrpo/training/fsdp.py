@@ -105,7 +105,7 @@ class FsdpMasterWeights(MasterWeights):
         free_gathered(self.model)
 
 
-# ---- sharding a model ----
+# Sharding a model
 
 
 def with_modules(policy: Policy) -> Policy:
@@ -226,7 +226,7 @@ def idle_row(device: torch.device) -> Packed:
     return Packed.build([((0, 0), [torch.zeros(2, dtype=torch.long)])], device)
 
 
-# ---- the weights of a sharded model, and copies of it ----
+# The weights of a sharded model, and copies of it
 
 
 class ShardedWeights(Weights):

@@ -189,7 +189,7 @@ def dither_(value: Tensor, numbers: np.ndarray) -> None:
     value.view(torch.int32).add_(steps)
 
 
-# ---- ZeRO-1 ----
+# ZeRO-1
 
 
 class FlatBuffer:
@@ -335,7 +335,7 @@ def _renamed_collective(name: str, old_name: str) -> Callable[..., object]:
     return getattr(dist, name if hasattr(dist, name) else old_name)
 
 
-# ---- the state of the optimizer ----
+# The state of the optimizer
 
 
 def step_offloaded(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -39,7 +39,7 @@ class ScoredGroup:
     """the random number in [0, 1) of each completion"""
 
 
-# ---- Advantages ----
+# Advantages
 
 
 def compute_advantages(
@@ -257,7 +257,7 @@ def _mean_in_order(values_G: Tensor) -> float:
     return total / len(values_G)
 
 
-# ---- Policy π_k against α, from samples of α. d = log π_k - log α, nats ----
+# Policy π_k against α, from samples of α. d = log π_k - log α, nats
 
 
 def limit(log_ratio_T: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ def total_variation(log_ratio_C: Tensor) -> float:
     return (ratio_minus_one_C.abs() / 2).mean().item()
 
 
-# ---- Learning rate ----
+# Learning rate
 
 
 def learning_rate(optimizer: OptimizerSettings, update: int, updates: int) -> float:
@@ -320,7 +320,7 @@ def log_factors_by_kl(
     return min(0.0, max(-9.0, scale)), min(0.0, c / 2)
 
 
-# ---- Coefficient of the entropy ----
+# Coefficient of the entropy
 
 
 def entropy_coefs(start: float, target: float, entropies: Iterable[float | None]) -> list[float]:
@@ -343,7 +343,7 @@ def entropy_coefs(start: float, target: float, entropies: Iterable[float | None]
     return coefs
 
 
-# ---- Counts and means ----
+# Counts and means
 
 
 def pass_at_k(completions: int, correct: int, k: int) -> float:

@@ -244,7 +244,7 @@ def _find_evaluation(run: RecordedRun, name: str, step: int) -> JsonObject:
     return {}
 
 
-# ---- Rollout policy α against π_k ----
+# Rollout policy α against π_k
 
 
 def log_ratios(rows: Iterable[Row]) -> list[Tensor]:

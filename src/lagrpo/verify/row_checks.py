@@ -53,7 +53,7 @@ def _check_members(run: RecordedRun, step: int, members: Sequence[Row]) -> None:
     run.report.compare("rows", first["where"], expected, recorded)
 
 
-# ---- Weight syncs and versions ----
+# Weight syncs and versions
 
 
 def check_syncs(run: RecordedRun) -> None:
@@ -166,7 +166,7 @@ def _sync_step_of(run: RecordedRun, row: Row) -> int:
     return max(sync_steps, default=0)
 
 
-# ---- Advantages ----
+# Advantages
 
 
 def check_groups(run: RecordedRun) -> None:

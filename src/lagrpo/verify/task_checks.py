@@ -283,7 +283,7 @@ def _compare_outcome(run: RecordedRun, row: Row, outcome: Outcome) -> None:
     run.report.compare("rewards", row["where"], expected, row)
 
 
-# ---- Evaluations ----
+# Evaluations
 
 
 def check_evaluations(run: RecordedRun, task: Task, chat: Chat) -> None:

@@ -214,7 +214,7 @@ def _read_diagnosis(run: Run) -> JsonObject:
     return redact_values({"time": diagnosis.time, "findings": findings})
 
 
-# ---- Evaluations ----
+# Evaluations
 
 
 def read_evaluations(run: Run, summaries: Sequence[JsonView], most: int) -> JsonObject:
@@ -280,7 +280,7 @@ def _evaluation_row(
     return row
 
 
-# ---- Rollouts ----
+# Rollouts
 # Columns of batches, groups and completions, and all tokens, end to end. If a run has more
 # completions than fit in, whole groups are taken, evenly over the batches. The prompts of a batch
 # are in random order, so its first groups are a random sample of it.
@@ -495,7 +495,7 @@ def _thousandths(logp: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(rounded), UNKNOWN, rounded).astype(np.int16)
 
 
-# ---- Texts of tokens ----
+# Texts of tokens
 
 
 def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | None, str]:
