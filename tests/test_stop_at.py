@@ -36,9 +36,9 @@ def settings(model, root, stop_at, **schedule):
 @pytest.mark.parametrize(
     ("stop_at", "problem"),
     [
-        ("reward > 1", "no rule"),
-        ("reward >= high", "'high' is no number"),
-        ("reward >= 1 for 0", "no rule"),
+        ("reward > 1", "not a rule"),
+        ("reward >= high", "'high' is not a number"),
+        ("reward >= 1 for 0", "not a rule"),
         ("rewrad >= 1", "Did you mean 'reward'"),
         ("rollout/k1 >= 1", "Did you mean 'rollout/kl'"),
     ],

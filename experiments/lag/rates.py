@@ -87,7 +87,7 @@ def rules_sentence(results: Sequence[RuleResult]) -> str:
     deaths = ", ".join(f"{100 * result.deaths:.1f}" for result in results)
     return (
         f"Over {results[0].cells} combinations of loss, task and schedule of the small tasks, the "
-        f"area kept is below that of the best rate in hindsight by {losses}. In this order "
+        f"area kept is smaller than at the best rate in hindsight by {losses}. In this order "
         f"{deaths} % of the runs collapse."
     )
 

@@ -19,7 +19,7 @@ COMPRESSION = 5
 """Repeated text is compressed to less than a fifth; prose and proofs to a half or a third."""
 
 COLD = 0.7
-"""Temperature below which copies come from the temperature, also where they are right."""
+"""Temperature below which copies come from the temperature, even if they are right."""
 
 
 def find_cut(record: RunRecord, threshold: float) -> Finding | None:

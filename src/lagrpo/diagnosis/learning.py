@@ -107,7 +107,7 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
 
 
 def find_flat_evaluation(record: RunRecord, threshold: float) -> Finding | None:
-    """The reward of training rises more than that of the evaluation."""
+    """The training reward rises more than the evaluation reward."""
     rewards = record.values("reward")
     last = record.last("reward")
     ends = _ends_of_first_set(record)
@@ -184,7 +184,7 @@ def _evaluations_of(record: RunRecord, name: str) -> list[JsonView]:
 def _ends_of_first_set(record: RunRecord) -> tuple[JsonView, JsonView] | None:
     """Returns the first and the last evaluation of the first set; None if it has only one.
 
-    Other sets may have tasks whose rewards are not comparable with those of training.
+    Other sets may have tasks whose rewards are not comparable with training rewards.
     """
     if not record.evaluations:
         return None

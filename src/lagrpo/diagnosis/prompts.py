@@ -38,7 +38,7 @@ def _shows_answer(row: JsonView) -> bool:
     text = str(answer).strip()
     if not text:
         return False
-    # As a word of its own: 18 is not in 180.
+    # As a whole word: 18 is not in 180.
     word = rf"(?<![\w.]){re.escape(text)}(?!\w)"
     if len(text) < SHORTEST_ANSWER:
         word = LABELS + word

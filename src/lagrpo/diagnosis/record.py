@@ -35,7 +35,7 @@ COLUMNS = (
     "advantage",
     "excluded_reason",
 )
-"""Columns of rollouts that detectors read, besides those of several rewards."""
+"""Columns of rollouts that detectors read. Runs with several rewards have more."""
 
 MOST_COMPLETIONS = 20_000
 """Completions that are read, of batches that lie evenly in the run, and of the last ones."""
@@ -44,7 +44,7 @@ SHORTEST_WINDOW = 10
 """Batches that the beginning and the end of a run have, if its cycle of weight syncs is shorter."""
 
 SIGMAS = 3
-"""Standard errors by which a difference of two means is no chance."""
+"""A difference of two means counts if it is larger than this many standard errors."""
 
 FIRST_BATCHES = 3
 """Batches that show what the initial policy does."""

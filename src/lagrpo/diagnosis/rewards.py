@@ -193,7 +193,7 @@ def _values(rows: Iterable[JsonView], name: str) -> list[float | None]:
 
 
 def _is_met(rows: Sequence[JsonView], reward: dict[str, Any]) -> bool:
-    """True if a reward is near its largest value: then little variance is no loss."""
+    """True if a reward is near its largest value: then little variance costs nothing."""
     low, high = reward.get("range") or (0.0, 1.0)
     value = mean([value for value in _values(rows, reward["name"]) if value is not None])
     return value is not None and value >= high - 0.1 * (high - low)

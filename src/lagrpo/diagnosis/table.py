@@ -195,9 +195,9 @@ DETECTORS = (
     Detector(
         "flat_evaluation",
         reads="reward, reward of evaluations",
-        # Of the range of rewards; a smaller difference may be that of the prompts.
+        # Of the range of rewards; a smaller difference may come from the prompts.
         threshold=0.15,
-        advice="Compare the task, temperature and limit of eval with those of training.",
+        advice="Compare the task, temperature and limit of evaluation and training.",
         find=learning.find_flat_evaluation,
     ),
     Detector(

@@ -15,7 +15,7 @@ PHASES = {
 """Phases of a batch by their metrics time/NAME, with what they are."""
 
 SHORTEST_STEP = 2
-"""Seconds of a batch below which nobody waits."""
+"""Seconds of a batch from which a slow phase is worth a finding."""
 
 
 def shares_of_time(record: RunRecord) -> dict[str, float]:

@@ -152,7 +152,7 @@ def find_mismatch(record: RunRecord, threshold: float) -> Finding | None:
 def find_kl(record: RunRecord, threshold: float) -> Finding | None:
     """The policy is farther from the one that sampled than stable runs were."""
     window = record.window
-    # A policy that learns moves away from the one that sampled: that alone is no fault.
+    # A policy that learns moves away from the one that sampled: that alone is normal.
     if len(record.metrics) < 2 * window or record.rises():
         return None
     recent = record.metrics[-window:]

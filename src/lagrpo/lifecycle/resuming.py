@@ -19,7 +19,11 @@ from lagrpo.lifecycle.evaluation import Evaluations
 from lagrpo.lifecycle.recording import Recorder
 from lagrpo.resume.changes import find_changes
 from lagrpo.resume.checkpoint_files import Checkpoint, find_checkpoint
-from lagrpo.resume.sources import collect_sources, find_changed_sources
+from lagrpo.resume.sources import (
+    collect_sources,
+    find_changed_sources,
+    has_digests_of_functions,
+)
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.directory import Run
@@ -244,6 +248,12 @@ def resume_run(
         recorder.warn(
             f"changed since the run started: {', '.join(changed_sources)}; "
             "batches from now on use the new code",
+            batch,
+        )
+    if has_digests_of_functions(sources):
+        recorder.warn(
+            "an older version of lagrpo started this run, so changes of your code since then are "
+            "not noticed",
             batch,
         )
     if checkpoint is None:

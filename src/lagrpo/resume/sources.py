@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lagrpo.model.chat import Chat
     from lagrpo.training.sampling import TaskSetup
 
+CHAT_TEMPLATE = "chat template"
+
 
 def collect_sources(
     chat: Chat,
@@ -38,7 +40,7 @@ def collect_sources(
     `engine` names the function that makes a rollout engine of the user's own.
     """
     template = chat.tokenizer.chat_template
-    sources = {"chat template": digest(repr(template)) if template is not None else None}
+    sources = {CHAT_TEMPLATE: digest(repr(template)) if template is not None else None}
     code: list[object] = [engine, *own_functions(recipe)]
     for setup in tasks.values():
         task = setup.task
@@ -58,6 +60,12 @@ def find_changed_sources(
 ) -> list[str]:
     """The names of what both have, with another digest."""
     return [name for name in now if name in before and before[name] != now[name]]
+
+
+def has_digests_of_functions(sources: Mapping[str, str | None]) -> bool:
+    """True for the sources of an older version, which has no file to compare with."""
+    names = sources.keys() - {CHAT_TEMPLATE}
+    return bool(names) and not any(name.endswith(".py") for name in names)
 
 
 def digest_file(file: Path) -> str:

@@ -102,7 +102,7 @@ class Worker:
         return self._exchange(pickle.dumps((function, arguments)), deadline)
 
     def is_usable(self) -> bool:
-        """False if the worker has ended, or has sent something that is no answer to a call."""
+        """False if the worker has ended, or has sent something that does not answer a call."""
         try:
             self._socket.recv(1)
         except BlockingIOError:

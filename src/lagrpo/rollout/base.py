@@ -118,10 +118,10 @@ class RolloutEngine(EngineDefaults, Protocol):
 
     For a request it gives one group of G completions. A completion of t tokens has
 
-        token_ids    int64 [t]
+        token_ids      int64 [t]
         rollout_logp   float32 [t], nats, at the sampling temperature; NaN for tokens of a reply
-        versions     int64 [t], the version of the weights that sampled each token
-        sampled      bool [t], False for tokens of a reply
+        versions       int64 [t], the version of the weights that sampled each token
+        sampled        bool [t], False for tokens of a reply
 
     Weights are tensors by parameter name, each in the shape that the model has; with adapters, they
     are the adapters' alone.

@@ -26,12 +26,12 @@ class StopRule:
         """
         parts = _FORM.fullmatch(text)
         if parts is None:
-            raise ValueError(f"{text!r} is no rule: write it as 'reward >= 0.95 for 3'")
+            raise ValueError(f"{text!r} is not a rule: write it as 'reward >= 0.95 for 3'")
         metric, comparison, number, count = parts.groups()
         try:
             bound = float(number)
         except ValueError:
-            raise ValueError(f"{text!r}: {number!r} is no number") from None
+            raise ValueError(f"{text!r}: {number!r} is not a number") from None
         return StopRule(metric, comparison == ">=", bound, int(count or 1))
 
     def holds(self, values: Sequence[float]) -> bool:

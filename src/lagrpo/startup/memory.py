@@ -224,7 +224,7 @@ def _weights(
     # All products, also the head's.
     packed = 2 * (sizes.in_layers + sizes.head) if computation.packed else 0
     adapters = s * sizes.adapters * (2 if computation.packed else 1)
-    # Copies have empty weights in place of packed ones.
+    # Copies have empty weights instead of packed ones.
     copied = s * sizes.embedded * sizes.head + packed if packed else whole
 
     if sizes.adapters:

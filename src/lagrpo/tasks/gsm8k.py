@@ -67,9 +67,9 @@ def _ask(row: JsonView) -> tuple[str, str]:
 def score(completion: str, answer: Any, prefix: str = "") -> float:
     r"""Returns 1.0 if the number that counts in the completion is the reference number, else 0.0.
 
-    What the model thinks before </think> does not count, nor do further questions that it makes up
-    and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has <answer> ...
-    </answer>, only the text within the last such tags counts. The first of these that the remaining
+    The thoughts of the model before </think> do not count, and neither do more questions that it
+    makes up and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has
+    <answer> ... </answer>, only the text within the last such tags counts. The first of these that the remaining
     text has is the number:
 
     1. the last closed \boxed{} (the inner one of nested boxes): the first number in it;

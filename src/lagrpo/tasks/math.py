@@ -68,9 +68,9 @@ def _ask(row: JsonView) -> tuple[str, Any]:
 def score(completion: str, answer: Any, prefix: str = "") -> float:
     r"""Returns 1.0 if the completion's answer equals the reference answer mathematically, else 0.0.
 
-    What the model thinks before </think> does not count, nor do further questions that it makes up
-    and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has <answer> ...
-    </answer>, only the text within the last such tags counts. The answer is the first of these that
+    The thoughts of the model before </think> do not count, and neither do more questions that it
+    makes up and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has
+    <answer> ... </answer>, only the text within the last such tags counts. The answer is the first of these that
     the text has:
 
     1. the content of the last closed \boxed{} (the inner one of nested boxes);

@@ -1,6 +1,6 @@
 """The entropy term of the loss: its coefficient, and the controller that holds a target.
 
-The loss of an update is that of the recipe minus coef · Σ_t weight_t H_t. H_t is the entropy of the
+The loss of an update is the recipe's loss minus coef · Σ_t weight_t H_t. H_t is the entropy of the
 policy's whole distribution at token t, at the training temperature, nats. `weight_t` is the weight
 that the recipe gives the token's completion (core/reductions.py): with the reduction `token_mean`
 the term is coef times the mean entropy of the batch's tokens. So advantages and entropies have the

@@ -311,7 +311,7 @@ def log_factors_by_kl(
 ) -> tuple[float, float]:
     """The logarithms of the scale and of the factor that acts at once, of `scale_lr_by_kl`.
 
-    `log_scale` is that of the update before, `kl` the mean KL(α‖π) per token, nats. With c =
+    `log_scale` is from the update before, `kl` the mean KL(α‖π) per token, nats. With c =
     log(target / KL) they are log s + c / (2 τ), at most 0, c within ±2, τ the largest staleness but
     at least 8; and c / 2, at most 0.
     """

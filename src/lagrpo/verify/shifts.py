@@ -102,7 +102,7 @@ def _check_gain(run: RecordedRun, readings: Sequence[RowReading]) -> None:
     """Checks that updates raise log-probs of completions with a positive advantage, on average.
 
     To first order, sum of advantage times the change of log π is the product of the change of the
-    weights with the direction in which the loss falls. An entropy term has a direction of its own.
+    weights with the direction in which the loss falls. An entropy term has another direction.
     """
     loss = run.settings.loss
     if loss.entropy_coef > 0 or loss.entropy_target is not None:
