@@ -69,8 +69,8 @@ def score(completion: str, answer: Any, prefix: str = "") -> float:
 
     The thoughts of the model before </think> do not count, and neither do more questions that it
     makes up and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has
-    <answer> ... </answer>, only the text within the last such tags counts. The first of these that the remaining
-    text has is the number:
+    <answer> ... </answer>, only the text within the last such tags counts. The first of these that
+    the remaining text has is the number:
 
     1. the last closed \boxed{} (the inner one of nested boxes): the first number in it;
     2. the last "####" that a numeral follows directly (except for spaces, signs and * ( [ { \ :):

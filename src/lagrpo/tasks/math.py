@@ -70,8 +70,8 @@ def score(completion: str, answer: Any, prefix: str = "") -> float:
 
     The thoughts of the model before </think> do not count, and neither do more questions that it
     makes up and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has
-    <answer> ... </answer>, only the text within the last such tags counts. The answer is the first of these that
-    the text has:
+    <answer> ... </answer>, only the text within the last such tags counts. The answer is the first
+    of these that the text has:
 
     1. the content of the last closed \boxed{} (the inner one of nested boxes);
     2. a formula that fills the tags;
