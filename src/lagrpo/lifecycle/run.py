@@ -134,17 +134,9 @@ def train(
         check_arguments(source, resume_from, passed_names)
     else:
         changes = {**as_settings(model, data, rewards, loss), **(settings or {})}
-        written = source
-        source = load_settings(written, changes, resume_from)
-        check_arguments(source, resume_from, passed_names)
-        if resume_from not in (None, "auto") and not trust_run_code:
-            check_run_code(
-                source,
-                Path(resume_from, "config.toml"),
-                named=[written, changes],
-                advice=f"pass {TRUST_ARGUMENT}",
-                unused=[setting for name in passed_names for setting in ARGUMENTS[name]],
-            )
+        source = load_trusted_settings(
+            source, changes, resume_from, passed_names, trust_run_code=trust_run_code
+        )
     resume_arguments = in_memory_arguments(task, data, rewards, loss)
 
     with naming_start(find_run(source, resume_from)):
@@ -168,6 +160,32 @@ def train(
             resume=resume_from,
             arguments=resume_arguments,
         )
+
+
+def load_trusted_settings(
+    source: Mapping[str, Any] | str | os.PathLike[str] | None,
+    changes: Mapping[str, Any],
+    resume: str | None,
+    passed_names: Sequence[str],
+    *,
+    trust_run_code: bool,
+) -> Settings:
+    """Returns the settings of a call, whose arguments `passed_names` are.
+
+    Raises SettingsError, also if only the directory that is resumed names code of a user, unless
+    `trust_run_code`.
+    """
+    settings = load_settings(source, changes, resume)
+    check_arguments(settings, resume, passed_names)
+    if resume not in (None, "auto") and not trust_run_code:
+        check_run_code(
+            settings,
+            Path(resume, "config.toml"),
+            named=[source, changes],
+            advice=f"pass {TRUST_ARGUMENT}",
+            unused=[setting for name in passed_names for setting in ARGUMENTS[name]],
+        )
+    return settings
 
 
 def run_in_process(
