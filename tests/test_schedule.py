@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision, every, lagged, lags
+from lagrpo.rollout.schedule import (
+    LoopState,
+    Schedule,
+    SyncDecision,
+    continuous,
+    every,
+    lagged,
+    lags,
+)
 from lagrpo.types import SyncReason
 
 
@@ -15,6 +23,7 @@ from lagrpo.types import SyncReason
         (every(10), 1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]),
         (every(3), 2, [0, 2, 0, 2, 4, 0, 2, 4, 0, 2, 4, 0]),
         (lagged(2), 1, [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
+        (continuous(1), 2, [0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
         (Schedule("budget", 3, 1.0), 1, [0, 1, 2] * 4),  # an unspent budget is a cap
     ],
     ids=str,

@@ -82,10 +82,14 @@ def test_schedule_follows_from_its_keys():
     kinds = {
         "every": {"sync_every": 3},
         "lagged": {"constant_lag": 2},
+        "continuous": {"max_staleness": 5, "num_iterations": 2},
         "budget": {"sync_at_kl": 0.1, "sync_every": 9},
     }
     for kind, values in kinds.items():
-        assert load_settings({"schedule": values}).schedule.kind == kind
+        schedule = load_settings({"schedule": values}).schedule
+        assert schedule.kind == kind
+        assert schedule.continues_completions == (kind == "continuous")
+    assert load_settings({"schedule": kinds["continuous"]}).schedule.v == 2
     lengths = [
         load_settings({"schedule": {"batches": 9, **keys}}) for keys in ({}, {"ref_sync_every": 4})
     ]
@@ -96,6 +100,9 @@ def test_schedule_follows_from_its_keys():
     ("values", "names"),
     [
         ({"schedule": {"constant_lag": 2, "sync_at_kl": 0.1}}, ("constant_lag", "sync_at_kl")),
+        ({"schedule": {"max_staleness": 2, "constant_lag": 1}}, ("max_staleness", "constant_lag")),
+        ({"schedule": {"max_staleness": 0, "sync_every": 2}}, ("max_staleness", "sync_every")),
+        ({"schedule": {"max_staleness": 2, "sync_at_kl": 0.1}}, ("max_staleness", "sync_at_kl")),
         ({"schedule": {"sync_at_kl": 0.1}}, ("sync_at_kl", "sync_every")),
         ({"schedule": {"reset_optimizer": True}}, ("reset_optimizer", "ref_sync_every")),
         (

@@ -42,11 +42,12 @@ def _fresher_samples(record: RunRecord) -> dict[str, object]:
     """Returns the settings that make a clip act less."""
     sync_every = record.settings.get("schedule.sync_every") or 1
     iterations = record.settings.get("schedule.num_iterations") or 1
-    lag = record.settings.get("schedule.constant_lag") or 0
     if sync_every > 1:
         return {"schedule.sync_every": max(1, sync_every // 2)}
-    if lag:
-        return {"schedule.constant_lag": lag // 2}
+    for name in ("schedule.constant_lag", "schedule.max_staleness"):
+        lag = record.settings.get(name) or 0
+        if lag:
+            return {name: lag // 2}
     if iterations > 1:
         return {"schedule.num_iterations": max(1, iterations // 2)}
     return {"loss.epsilon": 0.2}

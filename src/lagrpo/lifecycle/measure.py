@@ -93,6 +93,7 @@ def shortened(settings: Settings, directory: Path) -> Settings:
             "batches": WARM_UP + 1,
             "sync_every": 1,
             "constant_lag": None,
+            "max_staleness": None,
             "sync_at_kl": None,
             "ref_sync_every": None,
         }
@@ -111,7 +112,7 @@ def peak_of(device: torch.device) -> int | None:
 def describe_cost(cost: BatchCost, settings: Settings) -> list[str]:
     """Returns the lines of a table: seconds by phase, of a batch and of the run, and by v."""
     schedule = settings.schedule
-    # With a constant lag, weights are synced before every batch.
+    # With constant_lag and max_staleness, weights are synced before every batch.
     v = schedule.sync_every
     lines = ["measured    one batch, after one that warms up; in seconds"]
     for phase in Phase:

@@ -9,6 +9,9 @@ run.
 `lagged(v)`     α = π_{k-v} as the paper's text has it: a constant lag of v batches (less at the
                 start), a pipeline that generates v batches ahead. `lagged(0)` and `every(1)` are
                 on-policy.
+`continuous(v)` sync before every batch, and submit the prompts of v batches ahead, as `lagged(v)`.
+                Completions in flight at a sync go on with the new weights, so their tokens have
+                several versions, and the lag of a token is at most v batches.
 `budget(δ, v)`  sync when the estimated KL(α‖π_k) of a completion (nats) passed δ in the batch
                 before, and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up
                 to the estimate's error and the updates that the estimate is old.
@@ -34,7 +37,9 @@ from typing import Literal
 
 from lagrpo.types import SyncReason
 
-Kind = Literal["every", "lagged", "budget"]
+Kind = Literal["every", "lagged", "continuous", "budget"]
+AHEAD: tuple[Kind, ...] = ("lagged", "continuous")
+"""Schedules that sync weights before every batch, and submit v batches ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,11 @@ class Schedule:
     delta: float | None = None
 
     def due(self, k: int) -> bool:
-        """True if `every` or `lagged` syncs weights before batch k = 1 .. M of a stage.
+        """True if weights are synced before batch k = 1 .. M of a stage, unless by a budget.
 
         This is line 8 of Algorithm 1.
         """
-        return self.kind == "lagged" or k % self.v == 0
+        return self.kind in AHEAD or k % self.v == 0
 
     def next(self, state: LoopState, total: int, M: int, *, prefetch: bool = True) -> SyncDecision:
         """Decides on the batch after `state`, of `total` batches in stages of M.
@@ -135,7 +140,7 @@ class Schedule:
 
     def _last_to_submit(self, batch: int, total: int, M: int, *, prefetch: bool) -> int:
         """Returns the last batch that may be generated with the weights of batch `batch`."""
-        if self.kind == "lagged":
+        if self.kind in AHEAD:
             # The weights before batch b sample batch b + v: a lag of v batches. The first decision
             # also submits batches 1 .. v, for which there are no older weights.
             return min(batch + self.v, total)
@@ -160,12 +165,14 @@ class Schedule:
 
 every = partial(Schedule, "every")
 lagged = partial(Schedule, "lagged")
+continuous = partial(Schedule, "continuous")
 
 
 def lags(schedule: Schedule, total: int, M: int, i: int) -> list[int]:
     """Returns the lag of each batch of a run, in optimizer updates, if a batch makes i updates.
 
-    For budget it is the lag if nothing is spent before the cap.
+    For budget it is the lag if nothing is spent before the cap, for continuous that of the oldest
+    token that there may be.
     """
     state = LoopState(alpha=0)
     lag_of_batch: list[int] = []

@@ -159,9 +159,10 @@ def default_name(settings: JsonView, now: datetime.datetime | None = None) -> st
         short_name = (name or "").rpartition(":")[2]
         parts.append(plain_name(short_name))
     schedule = settings.get("schedule", {})
-    has_constant_lag = schedule.get("constant_lag") is not None
-    if has_constant_lag:
+    if schedule.get("constant_lag") is not None:
         parts.append(f"lag{schedule['constant_lag']}")
+    elif schedule.get("max_staleness") is not None:
+        parts.append(f"stale{schedule['max_staleness']}")
     elif "sync_every" in schedule:
         parts.append(f"v{schedule['sync_every']}")
     if "num_iterations" in schedule:

@@ -114,7 +114,7 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
     if vllm.sleep and (schedule.kind != "every" or schedule.v != 1):
         yield (
             "vllm.sleep: the server may only sleep if it samples nothing while the trainer learns: "
-            "set schedule.sync_every = 1, without constant_lag and sync_at_kl"
+            "set schedule.sync_every = 1, without constant_lag, max_staleness and sync_at_kl"
         )
     if offline.fraction < 1 and not offline.data:
         yield (

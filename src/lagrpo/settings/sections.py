@@ -286,6 +286,8 @@ class ScheduleSettings(Section):
     """Batches between weight syncs (v in arXiv 2505.22257)"""
     constant_lag: int | None = Field(default=None, ge=0)
     """Keep the rollout policy exactly this many batches behind, instead of sync_every"""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Sync before every batch while completions go on; tokens are at most this many updates old"""
     sync_at_kl: float | None = Field(default=None, ge=0)
     """Sync when KL(rollout policy, policy) per completion exceeds this (nats), or by sync_every"""
     ref_sync_every: int | None = Field(default=None, ge=1)
@@ -295,10 +297,16 @@ class ScheduleSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSettings:
-        if self.constant_lag is not None and (self.sync_at_kl is not None or self.sync_every != 1):
-            raise ValueError(
-                "constant_lag cannot be combined with sync_at_kl or sync_every: unset one of them"
-            )
+        chosen = {
+            "max_staleness": self.max_staleness is not None,
+            "constant_lag": self.constant_lag is not None,
+            "sync_at_kl": self.sync_at_kl is not None,
+            "sync_every": self.sync_every != 1,
+        }
+        names = [name for name, is_set in chosen.items() if is_set]
+        # sync_at_kl needs sync_every.
+        if len(names) > 1 and names != ["sync_at_kl", "sync_every"]:
+            raise ValueError(f"{names[0]} cannot be combined with {names[1]}: unset one of them")
         if self.sync_at_kl is not None and self.sync_every == 1:
             raise ValueError(
                 "sync_at_kl is set, but sync_every is 1, which syncs before every batch: set "
@@ -313,21 +321,35 @@ class ScheduleSettings(Section):
         return self
 
     @property
-    def kind(self) -> Literal["every", "lagged", "budget"]:
+    def kind(self) -> Literal["every", "lagged", "continuous", "budget"]:
         """The schedule by its name in rollout/schedule.py."""
+        if self.max_staleness is not None:
+            return "continuous"
         if self.constant_lag is not None:
             return "lagged"
         return "every" if self.sync_at_kl is None else "budget"
 
     @property
+    def runs_ahead(self) -> bool:
+        """True if weights are synced before every batch, and v batches are sampled ahead."""
+        return self.kind in ("lagged", "continuous")
+
+    @property
+    def continues_completions(self) -> bool:
+        """True if completions in flight at a weight sync go on with the new weights."""
+        return self.kind == "continuous"
+
+    @property
     def v(self) -> int:
-        """Batches between weight syncs, or the lag in batches."""
+        """Batches between weight syncs, or the batches that are sampled ahead."""
+        if self.max_staleness is not None:
+            return self.max_staleness // self.num_iterations
         return self.sync_every if self.constant_lag is None else self.constant_lag
 
     @property
     def oldest_samples(self) -> int:
         """The largest staleness that the schedule allows at the first update on a batch."""
-        batches = self.v if self.kind == "lagged" else self.v - 1
+        batches = self.v if self.runs_ahead else self.v - 1
         return batches * self.num_iterations
 
     @property

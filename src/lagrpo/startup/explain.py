@@ -215,6 +215,8 @@ def _weight_syncs(settings: Settings) -> str:
     s = settings.schedule
     if s.constant_lag is not None:
         when = f"before every batch, {count_of(s.constant_lag, 'batch', 'es')} late"
+    elif s.continues_completions:
+        when = "before every batch, while completions go on"
     elif s.v == 1:
         when = "before every batch"
     else:

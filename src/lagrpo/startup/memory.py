@@ -452,7 +452,8 @@ def _cache(sizes: ModelSizes, settings: Settings, computation: Computation) -> i
     """The bytes of the keys and values of all completions in flight."""
     rollout = settings.rollout
     schedule = settings.schedule
-    groups = -(-schedule.prompts_per_batch // computation.ranks) * max(1, schedule.v)
+    batches = schedule.v + 1 if schedule.runs_ahead else schedule.v
+    groups = -(-schedule.prompts_per_batch // computation.ranks) * batches
     G = rollout.num_generations
     rows = min(max(rollout.max_num_seqs, G), G * groups)
     of_token = 2 * sizes.layers * sizes.keys * computation.itemsize

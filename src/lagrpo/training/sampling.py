@@ -77,7 +77,14 @@ class Sampling:
         self.schedule = Schedule(schedule.kind, schedule.v, schedule.sync_at_kl)
         self.clock = Clock()
         wait = partial(self.clock.measure, Phase.SAMPLING)
-        self.prefetcher = Prefetcher(engine, self.requests, self.G, params, wait)
+        self.prefetcher = Prefetcher(
+            engine,
+            self.requests,
+            self.G,
+            params,
+            wait,
+            continues_completions=schedule.continues_completions,
+        )
         self.synced: list[Tensor] = []  # a sample of the weights of the last weight sync
 
     def requests(self, b: int) -> list[Request]:

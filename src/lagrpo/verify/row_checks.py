@@ -99,7 +99,7 @@ def _sync_reason(
         is_late = batches_since_sync >= schedule.v
         return SyncReason.CAP if is_late else SyncReason.NOT_DUE
     step_of_stage = (step - 1) % schedule.stage_length + 1
-    is_due = schedule.kind == "lagged" or step_of_stage % schedule.v == 0
+    is_due = schedule.runs_ahead or step_of_stage % schedule.v == 0
     return SyncReason.SCHEDULE if is_due else SyncReason.NOT_DUE
 
 
@@ -133,8 +133,10 @@ def _check_version_of_alpha(run: RecordedRun, row: Row, versions: Sequence[int])
     settings = run.settings
     rollout = settings.rollout
     # An engine of the user's own may sync weights in flight, too.
-    may_be_later = rollout.has_own_engine or (
-        rollout.uses_vllm and settings.vllm.on_weight_sync == "continue"
+    may_be_later = (
+        settings.schedule.continues_completions
+        or rollout.has_own_engine
+        or (rollout.uses_vllm and settings.vllm.on_weight_sync == "continue")
     )
     recorded = alpha
     for version in versions:
@@ -149,9 +151,9 @@ def _sync_step_of(run: RecordedRun, row: Row) -> int:
     """Returns the step whose weight sync gave α to a completion; 0 if no line has one."""
     step = row["step"]
     schedule = run.settings.schedule
-    # Dynamic sampling adds groups with the weights of the last sync, also at a constant lag.
+    # Dynamic sampling adds groups with the weights of the last sync.
     is_replacement = row["epoch"] < 0
-    if schedule.kind == "lagged" and not is_replacement:
+    if schedule.runs_ahead and not is_replacement:
         earliest_steps = [1, step - schedule.v]
         # A finished run that is resumed for more batches has sampled none of them before.
         for event in run.events:
