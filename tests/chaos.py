@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, JsonObject]] = {
     "dynamic sampling": {"schedule": {"sync_every": 3}, "rollout": {"dynamic_sampling_rounds": 2}},
     "lagged": {"schedule": {"constant_lag": 2}, "loss": {"entropy_target": 3.0}},
     "budget": {"schedule": {"sync_every": 3, "sync_at_kl": 0.02}},
+    "continuous": {"schedule": {"max_staleness": 4}, "rollout": {"max_num_seqs": 8}},
 }
 COMMON: Sections = {
     "checkpoint": {"save_every": 2, "save_minutes": 0},
@@ -83,7 +84,9 @@ def leaves(run: Path, exact: bool) -> JsonObject:
         outputs[table.name] = pq.read_table(table).to_pylist()
     for summary in sorted((run / "evaluations").glob("*.json")):
         outputs[summary.name] = json.loads(summary.read_bytes())
-    outputs["weights"] = (run / "weights/final/model.safetensors").read_bytes()
+    outputs["weights"] = [
+        file.read_bytes() for file in sorted((run / "weights/final").glob("*.safetensors"))
+    ]
     (last,) = (run / "checkpoints").glob(f"step-{len(outputs['batches']):06d}")
     outputs["masters and moments"] = [
         file.read_bytes() for file in sorted(last.glob("trainer*.safetensors"))

@@ -57,6 +57,16 @@ def explained(path: Path, **sections: Any) -> str:
             id="lag longer than the run",
         ),
         pytest.param(
+            {"max_staleness": 5, "num_iterations": 2},
+            "while completions go on; staleness at most 4 updates",
+            id="completions go on",
+        ),
+        pytest.param(
+            {"max_staleness": 9, "prompts_per_batch": 8},
+            "a larger schedule.max_staleness changes nothing",
+            id="rows limit staleness",
+        ),
+        pytest.param(
             {"batches": 6, "num_iterations": 2},
             "6 batches = 12 updates, 768 samples",
             id="length of the run",

@@ -144,6 +144,8 @@ def test_killed_run_resumes_bit_for_bit(whole_run, undisturbed, tmp_path, kind, 
         ("asking ahead", "sampling"),
         ("asking ahead", "evaluation (batch-000004)"),
         ("lagged", "weight sync"),
+        ("continuous", "sampling"),
+        ("continuous", "learning"),
     ],
 )
 def test_signal_in_any_phase_loses_nothing(begin, undisturbed, monkeypatch, kind, phase):

@@ -25,7 +25,7 @@ def begin_rows(count: int, longest: int) -> Rows:
 def sample(rows: Rows, tokens: dict[int, int]) -> None:
     """Appends a token to each row that `tokens` names, with the log-prob -token / 8."""
     ids = np.array(list(tokens.values()))
-    rows.add_sampled(np.array(list(tokens)), ids, -ids / 8)
+    rows.add_sampled(np.array(list(tokens)), ids, -ids / 8, version=0)
 
 
 def test_tokens_are_numbered_row_after_row():

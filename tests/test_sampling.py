@@ -217,7 +217,7 @@ def test_samplers_of_a_run_have_the_values_of_its_settings():
     settings = Settings.model_validate(sections)
     policy = tiny_policy(tau=0.5)
     params = sampling_params(settings)
-    sampler = build_sampler(settings, policy, [], params, Ranks())
+    sampler = build_sampler(settings, policy, [], params, Ranks(), 0)
     evaluator = build_evaluator(settings, policy, sampler)
     for engine in (sampler, evaluator):
         assert isinstance(engine, LocalSampler)

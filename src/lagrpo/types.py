@@ -194,6 +194,8 @@ class Completion:
     prefix: str | None = None
     """the beginning of the policy's last turn that a reply ends with, such as a <think>; None: as
     the prompt has it"""
+    has_ended: bool = True
+    """False while it is being sampled, with the tokens that it has so far"""
 
     def __post_init__(self) -> None:
         if self.sampled is None:
@@ -243,6 +245,11 @@ class Group:
     """number of the pass over the prompts; negative: this prompt replaces another"""
     source: Literal["sampler", "file"] = "sampler"
     """sampler for completions of the run itself, file for offline data"""
+
+    @property
+    def has_ended(self) -> bool:
+        """False while one of the completions is being sampled."""
+        return all(completion.has_ended for completion in self.completions)
 
     @property
     def scored(self) -> tuple[Completion, ...]:

@@ -43,6 +43,7 @@ class PromptSource:
         self.episodes = episodes
         # Digests of the prompts that the run visits, in their order; `check` fills the list.
         self.visited: list[dict[str, str]] = []
+        self.longest_prompt = 0  # tokens of the longest one that batches visit; `check` counts
         # The environment's first messages for prompt (split, index).
         self._openings: dict[tuple[str, int], tuple[JsonView, ...]] = {}
         self._has_warned = False
@@ -65,11 +66,13 @@ class PromptSource:
         # One epoch is enough: later epochs have the same prompts in another order.
         order = self._epoch_order(0)
         num_visited = batches * self.N
-        for index in order[:num_visited]:
-            self.visited.append(digest_prompt(self.tokenized("train", index)))
-        if has_extra and self.N > 0:  # extra prompts replace sampled prompts only
-            for index in order[num_visited:]:
-                self.tokenized("train", index)
+        if not has_extra or self.N == 0:  # extra prompts replace sampled prompts only
+            order = order[:num_visited]
+        for position, index in enumerate(order):
+            prompt = self.tokenized("train", index)
+            self.longest_prompt = max(self.longest_prompt, len(prompt.token_ids))
+            if position < num_visited:
+                self.visited.append(digest_prompt(prompt))
 
     def visits(self, b: int) -> list[tuple[int, int]]:
         """Returns the epoch, and the index in the split, of each prompt of batch b = 1, 2, …"""

@@ -144,8 +144,9 @@ class Recorder:
                 policy_version=step.state.alpha,
                 **step.state.sync,
             )
-        if step.sampling.get("recoveries"):
-            self.record_event("recovery", step.b, **step.sampling)
+        recoveries = step.sampling.get("recoveries")
+        if recoveries:
+            self.record_event("recovery", step.b, recoveries=recoveries)
 
     def _record_unscored(self, rows: Sequence[JsonView], batch: int) -> None:
         """Records how many completions have no reward, and why the first of them has none.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,6 +85,7 @@ def save_checkpoint(
     if finish:
         sampling.finish()
     groups_by_batch, versions_by_batch = sampling.prefetcher.waiting(loop.prefetched_batches)
+    in_flight = ranks.join(_list_in_flight(groups_by_batch))
     rows = ranks.join(_rows_of_groups(groups_by_batch, policy_version))
 
     weights_by_version: dict[int, Mapping[str, Tensor]] = {}
@@ -117,6 +118,7 @@ def save_checkpoint(
             "pi_ref": reference_version,
         },
         "announced": versions_by_batch,
+        "in_flight": in_flight,
         "data": inputs.data,
         "model": inputs.model,
         "model_files": inputs.model_files,
@@ -145,6 +147,17 @@ def _rows_of_groups(
         no_columns: list[list[JsonObject]] = [[{} for _ in group.completions] for group in groups]
         rows += rollout_rows(groups, no_columns, step=batch, policy_version=policy_version)
     return rows
+
+
+def _list_in_flight(groups_by_batch: Mapping[int, Sequence[Group]]) -> list[list[int]]:
+    """Returns batch, epoch, prompt and index of each completion that has not ended."""
+    return [
+        [batch, group.epoch, group.prompt.key, index]
+        for batch, groups in groups_by_batch.items()
+        for group in groups
+        for index, completion in enumerate(group.completions)
+        if not completion.has_ended
+    ]
 
 
 def _write(
@@ -211,7 +224,9 @@ def restore_checkpoint(
     versions_by_batch = {int(batch): versions for batch, versions in state["announced"].items()}
     rollouts = checkpoint.path / ROLLOUTS
     with reading(rollouts, VersionError):
-        groups_by_batch = _load_groups(rollouts, sampling, trainer.policy.chat)
+        # Older checkpoints do not have it.
+        in_flight = {tuple(address) for address in state.get("in_flight", [])}
+        groups_by_batch = _load_groups(rollouts, sampling, trainer.policy.chat, in_flight)
         sampling.prefetcher.restore(groups_by_batch, versions_by_batch)
     loop: JsonObject = dict(state["loop"])
     loop["kl_since_sync"] = loop.pop("spent")
@@ -252,15 +267,21 @@ def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> list[Tensor]:
     return [state[f"{SYNCED}{index}"] for index in sorted(indices)]
 
 
-def _load_groups(file: Path, sampling: Sampling, chat: Chat) -> dict[int, list[Group]]:
-    """Returns this rank's finished groups that wait for their batch, by batch."""
+def _load_groups(
+    file: Path, sampling: Sampling, chat: Chat, in_flight: Set[tuple[int, ...]]
+) -> dict[int, list[Group]]:
+    """Returns this rank's groups that wait for their batch, by batch.
+
+    `in_flight` has batch, epoch, prompt and index of each completion that has not ended.
+    """
     if not file.exists():
         return {}
     # Keys are (batch, epoch, prompt), as Request.address.
     completions: defaultdict[tuple[int, ...], list[Completion]] = defaultdict(list)
     for row in files.read_table(file):
         address = (row["step"], row["epoch"], row["prompt_id"])
-        completions[address].append(_completion(row, chat))
+        has_ended = (*address, row["sample_index"]) not in in_flight
+        completions[address].append(_completion(row, chat, has_ended=has_ended))
     for (batch, _, prompt), sampled in completions.items():
         if len(sampled) != sampling.G:
             raise ValueError(f"batch {batch}, prompt {prompt} has {len(sampled)} completions")
@@ -275,7 +296,7 @@ def _load_groups(file: Path, sampling: Sampling, chat: Chat) -> dict[int, list[G
     return groups
 
 
-def _completion(row: JsonView, chat: Chat) -> Completion:
+def _completion(row: JsonView, chat: Chat, *, has_ended: bool) -> Completion:
     """Returns the completion of a row.
 
     It was not scored yet. If it has an outcome, it failed, or its environment scored it.
@@ -295,4 +316,5 @@ def _completion(row: JsonView, chat: Chat) -> Completion:
         turns=tuple(row["messages"] or ()),
         sampled=torch.tensor(row["loss_mask"], dtype=torch.bool),
         prefix=later_prefixes[-1] if later_prefixes else None,
+        has_ended=has_ended,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lagrpo.model.model import Policy
 from lagrpo.rollout.episodes import Episodes
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     from lagrpo.rollout.sync_check import Agreement
@@ -30,12 +30,14 @@ class Request:
     """G completions of a prompt for a batch.
 
     `epoch` is the pass over the split that the prompt comes from. Where two passes meet, a batch
-    can hold a prompt twice.
+    can hold a prompt twice. `begun` has the completions of a group in flight; those that have not
+    ended go on from the tokens that they have.
     """
 
     batch: int
     epoch: int
     prompt: Prompt  # tokenized
+    begun: tuple[Completion, ...] = ()
 
     @property
     def address(self) -> tuple[int, int, int]:
@@ -107,7 +109,15 @@ class EngineDefaults(Protocol):
         return VersionCheck(self)
 
     def before_learning(self) -> None:
-        """Frees what the trainer may need. Everything that was submitted has come."""
+        """Frees what the trainer may need. No token is sampled before the next weight sync."""
+
+    def in_flight(self) -> Sequence[Request]:
+        """Returns the groups that have begun and were not yielded, in the order of their begin.
+
+        A checkpoint has them if completions go on after weight syncs. By default there are none,
+        and a resumed run samples the groups again.
+        """
+        return ()
 
     def keep_logs(self, run: Path) -> None:
         """Moves the logs of what the engine started into the directory of a run."""
@@ -138,7 +148,10 @@ class RolloutEngine(EngineDefaults, Protocol):
         ...
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        """Loads π_version. Returns the cost as metrics by name, such as seconds."""
+        """Loads π_version. Returns the cost as metrics by name, such as seconds.
+
+        With schedule.max_staleness completions in flight go on with the new weights.
+        """
         ...
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
@@ -152,7 +165,7 @@ class RolloutEngine(EngineDefaults, Protocol):
         ...
 
     def pop_metrics(self) -> Mapping[str, float]:
-        """Returns the metrics since the last call."""
+        """Returns counts since the last call, which are added over the ranks."""
         ...
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ A GPU decodes with `RecordedState` (recorded.py) instead, unless a model's steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -70,6 +70,21 @@ class DecodingState(Protocol):
         `uniform` has a number in [0, 1) for each row that has tokens, then for each new row:
         float64 [S]. Returns the new tokens of these rows, int64 [S], and their log-probs, float32
         [S].
+        """
+        ...
+
+    def load(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows_of_group: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        """Computes keys and values of rows that have begun. There is no row before.
+
+        Group g has the prompt prompts[g] and rows_of_group[g] rows. `ids` is int64 [n], what the
+        rows have behind their prompts, row after row, and `counts` int64 [R]: how many tokens each
+        one has.
         """
         ...
 
@@ -231,12 +246,23 @@ class DecodeState:
             hidden_of_rows.append(self.admit(prompts, G).repeat_interleave(G, 0))
         return sample_tokens(self.model, torch.cat(hidden_of_rows), uniform, params)
 
+    def load(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows_of_group: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        self.admit(prompts, torch.from_numpy(rows_of_group))
+        for _ in self._feed_pieces(ids, counts):
+            pass  # the keys and values stay in the cache
+
     @torch.no_grad()
-    def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
+    def admit(self, prompts: Sequence[Sequence[int]], G: int | Tensor) -> Tensor:
         """Prefills new groups of G rows each, behind the active rows.
 
-        Returns the hidden states [prompts, H] of the last prompt tokens, from which the first token
-        of every row is sampled.
+        `G` may also be int64 [prompts], the number of rows of each group. Returns the hidden states
+        [prompts, H] of the last prompt tokens, from which the first token of every row is sampled.
         """
         device = self.model.device
         lengths = [len(prompt) for prompt in prompts]
@@ -260,12 +286,18 @@ class DecodeState:
         `counts` is int64 [R]: how many of them each row has. A row that waits has none. Returns
         their final hidden states [n, H].
         """
+        return torch.cat(list(self._feed_pieces(ids, counts)))
+
+    def _feed_pieces(self, ids: np.ndarray, counts: np.ndarray) -> Iterator[Tensor]:
+        """Yields the hidden states that `feed` returns, in pieces."""
+        if len(ids) == 0:
+            return
         rows, before = number_tokens(counts, self.lengths.numpy())
         inputs = DecodeInputs(
             ids=torch.from_numpy(ids), rows=torch.from_numpy(rows), before=torch.from_numpy(before)
         )
-        pieces = torch.arange(len(rows)).split(max(PIECE, self.rows))
-        return torch.cat([self._feed(inputs.select(piece)) for piece in pieces])
+        for piece in torch.arange(len(rows)).split(max(PIECE, self.rows)):
+            yield self._feed(inputs.select(piece))
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drops ended rows. A group whose last row has ended gives its prompt's place back.

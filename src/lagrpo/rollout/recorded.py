@@ -154,6 +154,24 @@ class RecordedState:
     # New groups
 
     @torch.no_grad()
+    def load(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows_of_group: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        # Each row holds its prompt, so a whole row is prefilled as a group of one.
+        prompt_of_row = np.arange(len(prompts)).repeat(rows_of_group)  # int64 [R]
+        tokens_of_row = np.split(ids, counts.cumsum()[:-1])
+        rows = [
+            [*prompts[prompt], *tokens.tolist()]
+            for prompt, tokens in zip(prompt_of_row, tokens_of_row, strict=True)
+        ]
+        for piece in split_prompts(rows):
+            self._prefill(piece, 1)
+
+    @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
         """Prefills new groups of G rows each, behind the active rows.
 

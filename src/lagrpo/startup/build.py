@@ -114,7 +114,9 @@ def build_run(
         if trainer.skeleton is not None and not settings.rollout.uses_vllm:
             policy = fsdp.copy_whole(policy, trainer.skeleton, backend)
         params = sampling_params(settings, main.episodes)
-        engine = build_sampler(settings, policy, servers, params, ranks)
+        engine = build_sampler(
+            settings, policy, servers, params, ranks, main.prompts.longest_prompt
+        )
         undo.callback(engine.close)
         evaluator = build_evaluator(settings, policy, engine)
         weight_check = build_weight_check(trainer.policy, main.prompts, engine)

@@ -75,19 +75,31 @@ def build_sampler(
     servers: list[VllmClient],
     params: SamplingParams,
     ranks: Ranks,
+    longest_prompt: int,
 ) -> RolloutEngine:
-    """Returns the engine that samples training batches."""
+    """Returns the engine that samples training batches.
+
+    No training prompt is longer than `longest_prompt` tokens.
+    """
     sampling = settings.rollout
+    schedule = settings.schedule
     if sampling.has_own_engine:
         return load_own_engine(settings, policy)
     if sampling.engine == "local":
+        max_rows = sampling.max_num_seqs
+        if schedule.continues_completions:
+            # All completions that may have begun and not been learned from, on this rank.
+            prompts = -(-schedule.prompts_per_batch // ranks.size) * (schedule.v + 1)
+            max_rows = min(max_rows, prompts * sampling.num_generations)
         return LocalSampler(
             copy_policy(policy),
             settings.run.seed,
             params.max_tokens,
-            sampling.max_num_seqs,
+            max_rows,
             episodes=params.episodes,
             stop=params.stop,
+            continues_completions=schedule.continues_completions,
+            longest_prompt=longest_prompt,
         )
     engine = build_engine(settings, policy, servers, params) if ranks.is_first else None
     if engine is None or ranks.size > 1:

@@ -60,6 +60,7 @@ def meaning(settings: Settings, recipe: Recipe, *, has_table: bool = False) -> l
         *_entropy_term(settings),
         *_notes(recipe, settings),
         *_staleness_note(recipe, settings),
+        *_rows_note(settings),
         f"batch       {_batch(settings)}",
         f"schedule    {_weight_syncs(settings)}",
         f"run         {_length(settings)}",
@@ -232,6 +233,7 @@ def _weight_syncs(settings: Settings) -> str:
     text = f"weight sync {when}; staleness at most {count_of(max(staleness), 'update')}"
     if (
         s.sync_at_kl is None
+        and not s.continues_completions
         and s.batches > 1
         and staleness[-1] == (s.batches - 1) * s.num_iterations
     ):
@@ -274,6 +276,24 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     if recipe.name not in advice.recipes and not is_other_loss:
         lines += _measured_note(recipe.name, advice, largest)
     return lines
+
+
+def _rows_note(settings: Settings) -> list[str]:
+    """A note if rows, not max_staleness, limit how old tokens get.
+
+    A batch waits at most for the longest completion. Meanwhile the other rows make as many batches
+    as they hold, times longest / mean length.
+    """
+    s = settings.schedule
+    rollout = settings.rollout
+    batches_in_rows = rollout.max_num_seqs / (s.prompts_per_batch * rollout.num_generations)
+    if not s.continues_completions or s.v + 1 <= 2 * batches_in_rows:
+        return []
+    return [
+        f"note        rollout.max_num_seqs = {rollout.max_num_seqs} completions are "
+        f"{batches_in_rows:.2g} batches: tokens get at most about {batches_in_rows:.2g} x longest "
+        "/ mean length batches old, and a larger schedule.max_staleness changes nothing"
+    ]
 
 
 def _measured_note(name: str, advice: Advice, staleness: int) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from lagrpo.distributed.ranks import add_up
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.rollout.base import RolloutEngine
 from lagrpo.rollout.schedule import LoopState
@@ -81,7 +82,7 @@ def train_loop(
             b=b,
             version=version,
             reason=decision.reason,
-            sampling=sampling.engine.pop_metrics(),
+            sampling=add_up(ranks.gather(sampling.engine.pop_metrics())),
             batch=batch,
             rows=rows,
             updates=updates,

@@ -77,6 +77,7 @@ def batch_metrics(
         "gradient_cosine": last.get("gradient_cosine"),
         **_clip_ratios(updates, step.batch),
         **_staleness(completions, step.version),
+        **_sampling(step.sampling),
         "weight_sync/performed": int(bool(step.reason)),
         "weight_sync/logp_difference": sync.get("logp_difference_max"),
         "weight_sync/changed_fraction": sync.get("changed_fraction"),
@@ -145,8 +146,22 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
     )
     stale_T = version - versions[versions >= 0]
     if not len(stale_T):
-        return {"staleness/mean": None, "staleness/max": None}
-    return {"staleness/mean": float(stale_T.double().mean()), "staleness/max": int(stale_T.max())}
+        return dict.fromkeys(("staleness/mean", "staleness/max", "staleness/mixed"))
+    is_mixed = [len(c.versions[c.sampled].unique()) > 1 for c in completions]
+    return {
+        "staleness/mean": float(stale_T.double().mean()),
+        "staleness/max": int(stale_T.max()),
+        "staleness/mixed": _mean(is_mixed),
+    }
+
+
+def _sampling(counts: Mapping[str, float]) -> Metrics:
+    """Returns metrics of an engine that counts while completions go on after weight syncs."""
+    rows = counts.get("rows")
+    return {
+        "rollout/occupancy": counts["rows_in_flight"] / rows if rows else None,
+        "weight_sync/recomputed": counts.get("recomputed", 0 if rows else None),
+    }
 
 
 def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metrics:

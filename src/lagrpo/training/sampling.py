@@ -75,6 +75,7 @@ class Sampling:
         self.dynamic_sampling_rounds = settings.rollout.dynamic_sampling_rounds
         schedule = settings.schedule
         self.schedule = Schedule(schedule.kind, schedule.v, schedule.sync_at_kl)
+        self.continues_completions = schedule.continues_completions
         self.clock = Clock()
         wait = partial(self.clock.measure, Phase.SAMPLING)
         self.prefetcher = Prefetcher(
@@ -83,7 +84,7 @@ class Sampling:
             self.G,
             params,
             wait,
-            continues_completions=schedule.continues_completions,
+            continues_completions=self.continues_completions,
         )
         self.synced: list[Tensor] = []  # a sample of the weights of the last weight sync
 
@@ -158,6 +159,7 @@ class Sampling:
         scored = self._score(self.prompts.batch(b), groups, max_without_reward)
         self.reward_pool.check_groups(scored)
         scored = self._replace_zero_variance(state, scored)
+        self.prefetcher.keep(b)
         self.engine.before_learning()
         return scored
 
@@ -217,14 +219,17 @@ class Sampling:
         """Completes what was submitted if the engine may round by what is sampled together.
 
         It would do so before the next weight sync anyway, with the same rows side by side, so a
-        resumed run samples the same tokens. Collective.
+        resumed run samples the same tokens. If completions go on after weight syncs, the
+        checkpoint has what is in flight instead. Collective.
         """
-        if self.engine.computes_as_trainer:
+        if self.engine.computes_as_trainer and not self.continues_completions:
             with self.ranks.sync_interrupts():
                 self.prefetcher.finish()
 
     def needs_weights(self, state: LoopState) -> bool:
         """True if the engine will sample from its present weights once more. Collective."""
+        if self.continues_completions:
+            return False  # weights are synced before the next token
         # As if the run went on after its last batch: it may be resumed with more batches.
         decision = self.decide(state, extra_batches=self.stage_length)
         is_missing_here = self.prefetcher.has_missing(state.prefetched_batches)

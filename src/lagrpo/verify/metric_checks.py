@@ -125,7 +125,9 @@ def _completion_metrics(rows: Sequence[Row]) -> Metrics:
 
 def _staleness_metrics(rows: Sequence[Row]) -> Metrics:
     staleness_T = []
+    is_mixed = []
     for row in rows:
+        is_mixed.append(len(set(sampled(row, "policy_versions"))) > 1)
         for version in sampled(row, "policy_versions"):
             # -1: the version of offline data is unknown.
             if version >= 0:
@@ -133,6 +135,7 @@ def _staleness_metrics(rows: Sequence[Row]) -> Metrics:
     return {
         "staleness/mean": mean(staleness_T),
         "staleness/max": max(staleness_T, default=None),
+        "staleness/mixed": mean(is_mixed) if staleness_T else None,
     }
 
 
