@@ -31,6 +31,7 @@ from lagrpo.rollout.recorded import (
     rows_that_fit,
     split_prompts,
 )
+from lagrpo.types import Group
 
 PROMPT = [5, 6, 7, 8, 9]
 NEVER = 10**9
@@ -204,6 +205,27 @@ def test_recorded_steps_sample_the_episodes_of_the_cpus_decoding(monkeypatch, ro
         for one, other in zip(group.completions, expected[key].completions, strict=True):
             assert torch.equal(one.token_ids, other.token_ids)
             assert (one.turns, one.outcome) == (other.turns, other.outcome)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["computed steps", "recorded steps"])
+def test_rows_whose_keys_are_computed_again_go_on_as_before(monkeypatch, is_recorded):
+    """The weights are synced whenever a group has ended, and are always the same."""
+    policy = torch_policy(dtype=torch.float64)
+    requests = requests_for(policy, 5)
+    expected = sampled(policy, requests)
+    if is_recorded:
+        record_on_cpu(monkeypatch)
+    sampler = LocalSampler(
+        copy_policy(policy), 0, 24, 12, continues_completions=True, longest_prompt=64
+    )
+    groups: dict[int, Group] = {}
+    for request, group in sampler.sample(requests, 6):
+        groups[request.prompt.key] = group
+        sampler.sync_weights(policy.weights, policy.version)
+    assert sampler.pop_metrics()["recomputed"] > 0
+    for key, group in groups.items():
+        for one, other in zip(group.completions, expected[key].completions, strict=True):
+            assert torch.equal(one.token_ids, other.token_ids)
 
 
 def test_evaluation_that_fits_leaves_the_graphs_of_training(monkeypatch):

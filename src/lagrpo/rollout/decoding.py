@@ -80,7 +80,7 @@ class DecodingState(Protocol):
         ids: np.ndarray,
         counts: np.ndarray,
     ) -> None:
-        """Computes keys and values of rows that have begun. There is no row before.
+        """Computes keys and values of rows that have begun, in place of the rows before.
 
         Group g has the prompt prompts[g] and rows_of_group[g] rows. `ids` is int64 [n], what the
         rows have behind their prompts, row after row, and `counts` int64 [R]: how many tokens each
@@ -253,6 +253,7 @@ class DecodeState:
         ids: np.ndarray,
         counts: np.ndarray,
     ) -> None:
+        self.retire(range(self.rows))
         self.admit(prompts, torch.from_numpy(rows_of_group))
         for _ in self._feed_pieces(ids, counts):
             pass  # the keys and values stay in the cache

@@ -458,7 +458,6 @@ class ContinuousBatch:
         in which their groups began, and those that wait for their environment wait PAUSE steps.
         Returns the number of tokens.
         """
-        state.retire(range(state.rows))
         self.state = state
         self.has_state = True
         self.clock = 0

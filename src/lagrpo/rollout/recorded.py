@@ -161,13 +161,12 @@ class RecordedState:
         ids: np.ndarray,
         counts: np.ndarray,
     ) -> None:
+        self.retire(range(self.rows))
         # Each row holds its prompt, so a whole row is prefilled as a group of one.
-        prompt_of_row = np.arange(len(prompts)).repeat(rows_of_group)  # int64 [R]
-        tokens_of_row = np.split(ids, counts.cumsum()[:-1])
-        rows = [
-            [*prompts[prompt], *tokens.tolist()]
-            for prompt, tokens in zip(prompt_of_row, tokens_of_row, strict=True)
-        ]
+        tokens_of_row = iter(np.split(ids, counts.cumsum()[:-1]))
+        rows: list[Sequence[int]] = []
+        for prompt, num_rows in zip(prompts, rows_of_group.tolist(), strict=True):
+            rows += [[*prompt, *next(tokens_of_row).tolist()] for _ in range(num_rows)]
         for piece in split_prompts(rows):
             self._prefill(piece, 1)
 

@@ -147,12 +147,16 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
     stale_T = version - versions[versions >= 0]
     if not len(stale_T):
         return dict.fromkeys(("staleness/mean", "staleness/max", "staleness/mixed"))
-    is_mixed = [len(c.versions[c.sampled].unique()) > 1 for c in completions]
     return {
         "staleness/mean": float(stale_T.double().mean()),
         "staleness/max": int(stale_T.max()),
-        "staleness/mixed": _mean(is_mixed),
+        "staleness/mixed": _mean([_has_several_versions(c) for c in completions]),
     }
+
+
+def _has_several_versions(completion: Completion) -> bool:
+    versions = completion.versions[completion.sampled]
+    return len(versions) > 0 and bool((versions != versions[0]).any())
 
 
 def _sampling(counts: Mapping[str, float]) -> Metrics:
