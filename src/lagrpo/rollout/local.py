@@ -394,15 +394,17 @@ class ContinuousBatch:
 
         Groups that had begun go on from their tokens: `compute_again` must come before a step.
         """
-        new_requests = [request for request in requests if not self._resume(request)]
-        waiting = [*self.waiting, *new_requests]
+        waiting = list(self.waiting)
+        for request in requests:
+            if not request.begun or not self._resume(request):
+                waiting.append(request)
         self.waiting = deque(sorted(waiting, key=lambda request: request.batch))
 
     def _resume(self, request: Request) -> bool:
         """Puts a group that had begun in flight again.
 
-        Returns False if it is to begin anew: it had not begun, there is no room because the run
-        has fewer ranks than before, or its environment replies something else now.
+        Returns False if it is to begin anew, because there is no room on fewer ranks than before,
+        or because its environment replies something else now.
         """
         group = self._new_group(request)
         in_flight: dict[int, Completion] = {}
@@ -412,13 +414,12 @@ class ContinuousBatch:
                 group[index].has_ended = True
             else:
                 in_flight[index] = completion
-        has_room = len(self.rows) + len(in_flight) <= self.max_rows
-        if not in_flight or not has_room:
-            return False
-        for index, completion in in_flight.items():
-            if not self._replay(group[index], completion):
-                return False
         first = len(self.rows)
+        has_room = first + len(in_flight) <= self.max_rows
+        if not has_room or not all(
+            self._replay(group[index], completion) for index, completion in in_flight.items()
+        ):
+            return False
         self.rows.begin(
             [group[index] for index in in_flight],
             [self._uniforms(request, index) for index in in_flight],
