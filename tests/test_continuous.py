@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -12,14 +13,17 @@ import torch
 from chaos import Sections, leaves, merged
 from ranks import together
 from running import tiny_settings
+from test_episodes import episode_requests, make_episodes, sample_groups, talking_policy
 from test_resume import cut_to, differing, go_on
 from test_talking_runs import model as talking_model  # noqa: F401 - a fixture
 
 from lagrpo import train
 from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
+from lagrpo.model.model import copy_policy
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.types import JsonObject
+from lagrpo.types import Completion, JsonObject
 from lagrpo.verify import verify_run
 
 # Lengths differ within a group and between groups: a random model ends a completion by chance.
@@ -168,13 +172,12 @@ CASES: dict[str, Sections] = {
     },
     "evaluations": {"eval": {"every": 1, "at_start": True}},
     "adapters": {"model": {"lora_r": 4}},
-    "stop texts": {"rollout": {"stop": ("e", "7")}},
 }
 
 
 def differences_after_resuming(root: Path, settings: dict[str, JsonObject]) -> list[str]:
     """Makes a run, and another that resumes after its second batch. Returns what differs."""
-    whole = train(settings).run
+    whole = train(merged(settings, {"schedule": {"batches": 4}})).run
     stopped = cut_to(whole, 2, root)
     return differing(go_on(stopped).run, leaves(whole, exact=True))
 
@@ -194,12 +197,50 @@ def test_resumed_run_with_offline_rows_equals_an_uninterrupted_run(run_with, mod
 def test_resumed_run_replays_the_turns_of_environments(talking_model, tmp_path):  # noqa: F811
     sections: Sections = {
         "task": {"name": "talkers:load"},
-        "rollout": {"max_completion_length": 40},
+        "rollout": {"max_completion_length": 40, "stop": ("e",)},
     }
     settings = settings_in(tmp_path / "whole", talking_model, "run", sections)
     assert differences_after_resuming(tmp_path, settings) == []
     rows = load_rollouts(tmp_path / "whole/run")
     assert any(len(set(versions_of(row))) > 1 and len(row["messages"]) > 1 for row in rows)
+
+
+@pytest.mark.parametrize("change", [0, 1], ids=["same replies", "other replies"])
+def test_conversations_go_on_if_they_replay_and_else_begin_anew(change):
+    """Either way they end as they would have: the keys and the weights are the same."""
+    policy = talking_policy(torch.float64, backend="torch")
+    episodes = make_episodes(policy)
+    expected = sample_groups(policy, episodes)
+    before, after = (
+        LocalSampler(
+            copy_policy(policy),
+            0,
+            episodes.sampled,
+            64,
+            episodes=episodes,
+            continues_completions=True,
+        )
+        for _ in range(2)
+    )
+    requests = episode_requests(policy)
+    first, _ = next(iter(before.sample(requests, 5)))
+    begun = [
+        replace(request, begun=tuple(with_other_replies(c, change) for c in request.begun))
+        for request in before.in_flight()
+        if not all(c.has_ended for c in request.begun)
+    ]
+    assert any(not c.sampled.all() and not c.has_ended for r in begun for c in r.begun)
+    groups = {request.prompt.key: group for request, group in after.sample(begun, 5)}
+    assert first.prompt.key not in groups
+    for key, group in groups.items():
+        for one, other in zip(group.completions, expected[key].completions, strict=True):
+            assert torch.equal(one.token_ids, other.token_ids)
+            assert (one.turns, one.outcome) == (other.turns, other.outcome)
+
+
+def with_other_replies(completion: Completion, change: int) -> Completion:
+    """The completion with other tokens where an environment replied."""
+    return replace(completion, token_ids=completion.token_ids + change * ~completion.sampled)
 
 
 def test_each_of_two_ranks_goes_on_with_its_share(model, tmp_path):
