@@ -109,7 +109,10 @@ class LocalSampler(EngineDefaults):
           there is room for
         - `recomputed`: tokens whose keys and values were computed again
         """
-        counts = dict(self._counts)
+        if not self.continues_completions:
+            return {}
+        names = ("rows_in_flight", "rows", "recomputed")
+        counts = {name: self._counts[name] for name in names}
         self._counts.clear()
         return counts
 

@@ -164,7 +164,7 @@ def _sampling(counts: Mapping[str, float]) -> Metrics:
     rows = counts.get("rows")
     return {
         "rollout/occupancy": counts["rows_in_flight"] / rows if rows else None,
-        "weight_sync/recomputed": counts.get("recomputed", 0 if rows else None),
+        "weight_sync/recomputed": counts.get("recomputed"),
     }
 
 
