@@ -63,7 +63,7 @@ def explained(path: Path, **sections: Any) -> str:
         ),
         pytest.param(
             {"max_staleness": 9, "prompts_per_batch": 8},
-            "a larger schedule.max_staleness changes nothing",
+            "128 is 1 times a batch: tokens get at most",
             id="rows limit staleness",
         ),
         pytest.param(

@@ -289,10 +289,11 @@ def _rows_note(settings: Settings) -> list[str]:
     batches_in_rows = rollout.max_num_seqs / (s.prompts_per_batch * rollout.num_generations)
     if not s.continues_completions or s.v + 1 <= 2 * batches_in_rows:
         return []
+    times = f"{batches_in_rows:.2g}"
     return [
-        f"note        rollout.max_num_seqs = {rollout.max_num_seqs} completions are "
-        f"{batches_in_rows:.2g} batches: tokens get at most about {batches_in_rows:.2g} x longest "
-        "/ mean length batches old, and a larger schedule.max_staleness changes nothing"
+        f"note        rollout.max_num_seqs = {rollout.max_num_seqs} is {times} times a batch: "
+        f"tokens get at most about {times} x longest / mean length batches old; a larger bound "
+        "than that changes nothing"
     ]
 
 
