@@ -33,12 +33,12 @@ def explained(path: Path, **sections: Any) -> str:
     [
         pytest.param(
             {"sync_every": 10},
-            "weight sync every 10 batches; staleness at most 9 updates",
+            "weight sync every 10 batches, first before batch 10; staleness at most 9 updates",
             id="sync every 10 batches",
         ),
         pytest.param(
             {"sync_every": 3, "num_iterations": 2},
-            "every 3 batches; staleness at most 4 updates",
+            "every 3 batches, first before batch 3; staleness at most 4 updates",
             id="two updates per batch",
         ),
         pytest.param(
@@ -125,22 +125,46 @@ def test_dry_run_states_memory_per_rank(model, monkeypatch):
     assert "per rank" in explained(model, distributed={"strategy": "fsdp2"})
 
 
-@pytest.mark.parametrize(("limit", "warns"), [(2**20, True), (2**50, False)])
-def test_dry_run_warns_if_the_run_does_not_fit_the_host(model, monkeypatch, limit, warns):
-    monkeypatch.setattr(explain, "memory_limit", lambda: limit)
-    monkeypatch.setattr(explain, "pick_device", lambda: torch.device("cpu"))
-    assert ("does not fit" in explained(model)) == warns
-
-
-def test_dry_run_lists_the_terms_of_the_memory_with_the_settings_that_lower_them(
-    model, monkeypatch, capsys
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_dry_run_of_a_run_that_does_not_fit_the_host_prints_all_of_it_and_fails(
+    model, monkeypatch, capsys, rank
 ):
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(explain, "memory_limit", lambda: 2**20)
+    monkeypatch.setattr(explain, "pick_device", lambda: torch.device("cpu"))
+    monkeypatch.setenv("RANK", rank)
     settings = settings_of(model, task={"name": "arithmetic"})
-    print_meaning(settings, check_settings(settings), load_tasks(settings))
+    with pytest.raises(SettingsError, match=r"does not fit.*optimizer\.micro_batch_tokens"):
+        print_meaning(settings, check_settings(settings), load_tasks(settings))
     lines = capsys.readouterr().out.splitlines()
-    (activations,) = [line for line in lines if line.startswith("#   activations")]
-    assert "optimizer.micro_batch_tokens" in activations
+    shown = ["optimizer.micro_batch_tokens" in row for row in lines if "activations  " in row]
+    assert (shown, "[model]" in lines) == (([True], True) if rank == "0" else ([], False))
+
+
+@pytest.mark.parametrize("name", ["scale_lr_by_kl", "scale_lr_by_ess"])
+@pytest.mark.parametrize(
+    ("sections", "acts"),
+    [
+        pytest.param({}, False, id="fresh samples"),
+        pytest.param({"schedule": {"num_iterations": 2}}, True, id="two updates per batch"),
+        pytest.param({"schedule": {"sync_every": 2}}, True, id="stale samples"),
+        pytest.param({"rollout": {"engine": "vllm"}}, True, id="another engine"),
+    ],
+)
+def test_dry_run_says_that_a_rate_follows_the_samples_and_if_it_never_acts(
+    model, name, sections, acts
+):
+    lines = explained(model, optimizer={name: 0.5}, **sections).splitlines()
+    assert [name in line for line in lines if line.startswith("rate ")] == [True]
+    assert any("will not act" in line for line in lines) is not acts
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "prime_rl"])
+def test_dry_run_of_stale_samples_compares_a_loss_with_the_advised_one_and_names_the_page(
+    model, recipe
+):
+    text = explained(model, schedule={"sync_every": 17}, loss={"recipe": recipe, "beta": 0.0})
+    assert "docs/off-policy.md#which-loss" in text
+    assert ("docs/staleness.md" in text) is (recipe == "grpo")
 
 
 def test_unsupported_model_is_rejected(tmp_path):

@@ -7,7 +7,8 @@ Every run prints it at its start, and --dry-run prints it alone.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import tomli_w
@@ -28,13 +29,15 @@ from lagrpo.model.loading import check_context, check_supported, load_config
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.rollout.recorded import total_memory
 from lagrpo.rollout.schedule import Schedule, lags
-from lagrpo.settings.lag_table import ADVICE, Advice, advice_for, kept_text, nearest_lag
+from lagrpo.settings.lag_table import ADVICE, Advice, advice_for, nearest_lag, shares_kept
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build_policy import loading, lora_of
 from lagrpo.startup.checks import server_shares_gpu
 from lagrpo.startup.memory import (
     Computation,
     ModelSizes,
+    Term,
+    check_memory,
     expected_memory,
     how_to_lower,
     largest_term,
@@ -50,21 +53,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def meaning(settings: Settings, recipe: Recipe, *, has_table: bool = False) -> list[str]:
+def meaning(
+    settings: Settings, recipe: Recipe, memory: Memory | None = None, *, has_table: bool = False
+) -> list[str]:
     """One line for each thing that people get wrong about a run.
 
-    The model's sizes are read from its config. `has_table` adds the terms of its memory.
+    The model's sizes are read from its config, unless `memory` has them. `has_table` adds the terms
+    of its memory.
     """
     return [
         f"recipe      {_recipe(settings, recipe)}",
         *_entropy_term(settings),
+        *_rate_control(settings),
         *_notes(recipe, settings),
         *_staleness_note(recipe, settings),
         *_rows_note(settings),
         f"batch       {_batch(settings)}",
         f"schedule    {_weight_syncs(settings)}",
         f"run         {_length(settings)}",
-        *_memory(settings, recipe, has_table=has_table),
+        *_memory_lines(memory or expect_memory(settings, recipe), has_table=has_table),
         f"arithmetic  {_arithmetic(settings)}",
     ]
 
@@ -72,15 +79,17 @@ def meaning(settings: Settings, recipe: Recipe, *, has_table: bool = False) -> l
 def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task]) -> None:
     """Prints for a dry run what the settings mean as comments, and those that differ as TOML.
 
-    `tasks`: what `load_tasks` returned. Only the first process of torchrun prints.
+    `tasks`: what `load_tasks` returned. Only the first process of torchrun prints. At the end it
+    raises SettingsError if the run cannot fit into memory.
     """
-    if read_count("RANK", default=0) > 0:
-        return
-    for line in [*_data(tasks), *meaning(settings, recipe, has_table=True)]:
-        print_text(f"# {line}")
-    print_text("# dry run: nothing was written. Settings that are not the defaults:")
-    changed = settings.model_dump(exclude_none=True, exclude_defaults=True)
-    print_text(tomli_w.dumps(redact_values(changed)), end="")
+    memory = expect_memory(settings, recipe)
+    if read_count("RANK", default=0) == 0:
+        for line in [*_data(tasks), *meaning(settings, recipe, memory, has_table=True)]:
+            print_text(f"# {line}")
+        print_text("# dry run: nothing was written. Settings that are not the defaults:")
+        changed = settings.model_dump(exclude_none=True, exclude_defaults=True)
+        print_text(tomli_w.dumps(redact_values(changed)), end="")
+    check_memory(memory.terms, memory.computation)
 
 
 def _data(tasks: Mapping[str, Task]) -> list[str]:
@@ -122,6 +131,41 @@ def _entropy_term(settings: Settings) -> list[str]:
     if coef > 0:
         return [f"entropy     the loss has -{coef:g} x mean entropy of a token"]
     return []
+
+
+def _rate_control(settings: Settings) -> list[str]:
+    """Lines about a learning rate that follows the samples, if it does."""
+    optimizer = settings.optimizer
+    lines: list[str] = []
+    names: list[str] = []
+    if optimizer.scale_lr_by_kl > 0:
+        names.append("scale_lr_by_kl")
+        lines.append(
+            f"rate        scale_lr_by_kl = {optimizer.scale_lr_by_kl:g}: the learning rate falls "
+            "while KL(rollout policy, policy) is above this, in nats per token, and then returns"
+        )
+    if optimizer.scale_lr_by_ess > 0:
+        names.append("scale_lr_by_ess")
+        lines.append(
+            f"rate        scale_lr_by_ess = {optimizer.scale_lr_by_ess:g}: the learning rate falls "
+            "while the effective sample size is below this share of the completions"
+        )
+    if names and _samples_are_policys(settings):
+        lines.append(
+            f"note        optimizer.{' and optimizer.'.join(names)} will not act: all samples are "
+            "fresh, so the rollout policy is the policy"
+        )
+    return lines
+
+
+def _samples_are_policys(settings: Settings) -> bool:
+    """True if the policy itself samples for every update, up to rounding."""
+    return (
+        settings.rollout.engine == "local"
+        and not settings.offline.data
+        and settings.schedule.num_iterations == 1
+        and max(staleness_of_batches(settings)) == 0
+    )
 
 
 def _batch(settings: Settings) -> str:
@@ -221,7 +265,7 @@ def _weight_syncs(settings: Settings) -> str:
     elif s.v == 1:
         when = "before every batch"
     else:
-        when = f"every {s.v} batches"
+        when = f"every {s.v} batches, first before batch {s.v}"
     if s.sync_at_kl is not None:
         when = (
             f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, "
@@ -269,8 +313,8 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
         return []
     lines = [
         f"note        samples get up to {count_of(largest, 'update')} old: start with "
-        f"{' or '.join(advice.recipes)} at {advice.rate}, f being the best learning rate with "
-        "fresh samples, and watch rollout/kl (docs/off-policy.md#which-loss)"
+        f"{' or '.join(advice.recipes)} and the learning rate {advice.rate}, where f is the best "
+        "one with fresh samples (docs/off-policy.md#which-loss)"
     ]
     is_other_loss = bool(set(settings.loss.knobs) - {"beta"})
     if recipe.name not in advice.recipes and not is_other_loss:
@@ -298,24 +342,44 @@ def _rows_note(settings: Settings) -> list[str]:
 
 
 def _measured_note(name: str, advice: Advice, staleness: int) -> list[str]:
-    """A line with the areas that a recipe and the advised one kept; none if one is unmeasured."""
+    """A line that compares a recipe with the advised one; none if one is unmeasured."""
     advised = advice.recipes[0]
     lag = nearest_lag(name, staleness)
     if lag is None or lag != nearest_lag(advised, staleness):
         return []
     return [
-        f"note        at lag {lag} and f / 3 {name} kept {kept_text(name, lag)}; "
-        f"{advised} {kept_text(advised, lag)}"
+        f"note        two small tasks with samples {count_of(lag, 'update')} old: {name} learned "
+        f"{shares_kept(name, lag)} of what the best loss learns from fresh samples, {advised} "
+        f"{shares_kept(advised, lag)} (docs/staleness.md)"
     ]
 
 
-def _memory(settings: Settings, recipe: Recipe, *, has_table: bool) -> list[str]:
-    """The memory that a rank needs, a warning if it has less, and the parameters of adapters."""
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory that a rank of a run is expected to need, and what it follows from."""
+
+    terms: Sequence[Term]
+    sizes: ModelSizes
+    computation: Computation
+
+
+def expect_memory(settings: Settings, recipe: Recipe) -> Memory:
+    """Returns the memory that a rank needs, by the config of the model.
+
+    Raises SettingsError for a model that cannot be trained.
+    """
     lm = empty_model(settings)
     computation = computation_of(settings, lm, world_size())
     with as_settings_error("model.lora_r"):
         sizes = ModelSizes.of(lm, lora_of(settings.model))
-    terms = expected_memory(sizes, settings, recipe, computation)
+    return Memory(expected_memory(sizes, settings, recipe, computation), sizes, computation)
+
+
+def _memory_lines(memory: Memory, *, has_table: bool) -> list[str]:
+    """The memory that a rank needs, a warning if it has less, and the parameters of adapters."""
+    terms = memory.terms
+    sizes = memory.sizes
+    computation = memory.computation
     lines = [f"memory      {needs(terms, computation)}; {how_to_lower(largest_term(terms))}"]
     if has_table:
         lines += memory_table(terms, computation.ranks)

@@ -7,8 +7,8 @@ P parameters, of which P_t are trained (all, or the adapters), in a dtype of s b
 
     term                  zero1           fsdp2
     weights               s P             0: the masters are the weights
-    copy that samples     s P             s P, and s P to evaluate
-    reference             s P             s P / R
+    weights that sample   s P             s P, and s P to evaluate
+    reference weights     s P             s P / R
     master weights        4 P_t / R       4 P / R
     gradient              4 P_t           4 P / R
     optimizer states      8 P_t / R       8 P / R
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lagrpo.core.objective import Recipe
+from lagrpo.errors import SettingsError
 from lagrpo.model.attention import Shape
 from lagrpo.model.logprobs import KEPT_LOGITS, ON_CPU, ON_GPU
 from lagrpo.model.lora import count_parameters
@@ -41,12 +42,23 @@ if TYPE_CHECKING:
 Phase = Literal["always", "sampling", "learning", "backward", "update"]
 """When memory is taken. Learning is the backward passes, then the update."""
 
+WORDS_OF_PHASES: dict[Phase, str] = {
+    "sampling": "while sampling",
+    "learning": "while learning",
+    "backward": "in backward passes",
+    "update": "in an update",
+}
+
+ERROR = 0.15
+"""The largest share by which a measured peak differed from the estimate."""
+
 PROGRAM = 570 << 20
 """Bytes of Python, its libraries and the tables that they make, in a process on a CPU."""
 RANKS_PROGRAM = 60 << 20
 """Bytes of the libraries by which ranks communicate."""
 FREED_SHARE = 0.08
 """Bytes of freed blocks between used ones that stay with a process on a CPU, by byte in use."""
+KEYS_AND_VALUES = "keys and values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +186,8 @@ def expected_memory(
         *_sampling(sizes, settings, computation),
     ]
     if not computation.on_gpu:
-        terms.append(Term("freed blocks", int(FREED_SHARE * peak(terms)), ""))
-        terms.append(Term("program", program_size(computation), ""))
+        terms.append(Term("freed, kept for reuse", int(FREED_SHARE * peak(terms)), ""))
+        terms.append(Term("Python and libraries", program_size(computation), ""))
     return [term for term in terms if term.size > 0]
 
 
@@ -242,8 +254,8 @@ def _weights(
         reference = whole // computation.ranks if is_sharded else copied
     return [
         Term("weights", weights, _shard_or_shrink(computation)),
-        Term("copy that samples", sampler, 'rollout.engine = "vllm"'),
-        Term("reference", reference, "loss.beta = 0"),
+        Term("weights that sample", sampler, 'rollout.engine = "vllm"'),
+        Term("reference weights", reference, "loss.beta = 0"),
     ]
 
 
@@ -284,7 +296,7 @@ def _optimizer(
     return [
         Term("master weights", masters, advice),
         Term("gradient", gradient, advice, "update" if grows else "learning"),
-        Term("sum over ranks", exchanged, advice, "update"),
+        Term("gradient of all ranks", exchanged, advice, "update"),
         Term("optimizer states", moments, offload_advice),
     ]
 
@@ -323,7 +335,7 @@ def _learning(
             # Before they are packed, all weights of a sync are whole. On the first rank they are
             # whole once more, to be written. Freed blocks stay with a process on a CPU.
             whole = 2 * computation.itemsize * sizes.parameters
-            terms.append(Term("whole weights", whole, ""))
+            terms.append(Term("weights to sync", whole, ""))
     return terms
 
 
@@ -444,8 +456,8 @@ def _sampling(sizes: ModelSizes, settings: Settings, computation: Computation) -
     )
     advice = "rollout.max_num_seqs"
     if stays:
-        return [Term("keys and values, kept", cache, advice)]
-    return [Term("keys and values", cache, advice, "sampling")]
+        return [Term(KEYS_AND_VALUES, cache, advice)]
+    return [Term(KEYS_AND_VALUES, cache, advice, "sampling")]
 
 
 def _cache(sizes: ModelSizes, settings: Settings, computation: Computation) -> int:
@@ -499,25 +511,67 @@ def needs(terms: Sequence[Term], computation: Computation) -> str:
 
 
 def memory_warning(terms: Sequence[Term], computation: Computation) -> list[str]:
-    """A line that says that the memory does not suffice; none if it does or is unknown."""
+    """A line that says that the memory may not suffice; none if it does or is unknown."""
     expected = peak(terms)
     if computation.memory is None or expected <= computation.memory:
         return []
-    place = "GPU" if computation.on_gpu else "host"
-    per_rank = " for each rank" if computation.ranks > 1 else ""
-    largest = largest_term(terms)
     return [
-        f"warning     the run does not fit: it needs {in_words(expected)}, and the {place} has "
-        f"{in_words(computation.memory)}{per_rank}; {how_to_lower(largest)}"
+        f"warning     the run may not fit: it needs about {in_words(expected)}, and "
+        f"{_available(computation)}; {how_to_lower(largest_term(terms))}"
     ]
 
 
+def check_memory(terms: Sequence[Term], computation: Computation) -> None:
+    """Raises SettingsError if the run cannot fit: if its estimate, less ERROR, is too large."""
+    least = int((1 - ERROR) * peak(terms))
+    if computation.memory is None or least <= computation.memory:
+        return
+    largest = largest_term(terms)
+    raise SettingsError(
+        f"the run does not fit into memory: it needs {in_words(least)} or more, and "
+        f"{_available(computation)}. To lower {largest.name}, {in_words(largest.size)}: "
+        f"{largest.advice}"
+    )
+
+
+def _available(computation: Computation) -> str:
+    """Says how much memory a rank has; it must be known."""
+    place = "GPU" if computation.on_gpu else "machine"
+    per_rank = " for each rank" if computation.ranks > 1 else ""
+    return f"the {place} has {in_words(computation.memory or 0)}{per_rank}"
+
+
 def memory_table(terms: Sequence[Term], ranks: int) -> list[str]:
-    """Returns the lines of a table: each term on a rank and in all, its phase, what lowers it."""
-    lines: list[str] = []
-    for term in sorted(terms, key=lambda term: -term.size):
-        columns = f"  {term.name:<22}{in_words(term.size):>11}"
-        if ranks > 1:
-            columns += f"{in_words(term.size * ranks):>11}"
-        lines.append(f"{columns}  {term.phase:<8}  {term.advice}".rstrip())
+    """Returns the lines of a table: terms that add up to the peak, their total, and the others.
+
+    All numbers have the unit of the peak. Among several ranks a second column is for all of them.
+    """
+    expected = peak(terms)
+    at_peak = terms_at_peak(terms)
+    unit = "MiB" if expected < 2**30 / 10 else "GiB"
+    scale = 2**20 if unit == "MiB" else 2**30
+
+    def line(name: str, amounts: Sequence[str], advice: str) -> str:
+        columns = "".join(amount.rjust(10) for amount in amounts)
+        return f"  {name:<24}{columns}  {advice}".rstrip()
+
+    def row(name: str, size: int, advice: str = "") -> str:
+        sizes = [size] if ranks == 1 else [size, size * ranks]
+        return line(name, [f"{number / scale:,.2f}" for number in sizes], advice)
+
+    units = [unit] if ranks == 1 else [f"{unit}/rank", "all ranks"]
+    lines = [line("at the peak", units, "to lower it")]
+    lines += [row(term.name, term.size, term.advice) for term in _by_size(at_peak)]
+    lines.append(row("total", expected))
+    others = [term for term in terms if term not in at_peak]
+    if others:
+        lines.append("  at other times")
+    for term in _by_size(others):
+        when = WORDS_OF_PHASES[term.phase]
+        lines.append(row(term.name, term.size, f"{when}; {term.advice}" if term.advice else when))
     return lines
+
+
+def _by_size(terms: Sequence[Term]) -> list[Term]:
+    """Returns the terms, the largest first."""
+    return sorted(terms, key=lambda term: -term.size)
