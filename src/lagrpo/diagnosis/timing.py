@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import RunRecord, mean
 
@@ -16,6 +18,12 @@ PHASES = {
 
 SHORTEST_STEP = 2
 """Seconds of a batch from which a slow phase is worth a finding."""
+
+SHORTEST_WAIT = 2
+"""Seconds that a slow phase takes in its median batch."""
+
+SLOW_BATCHES = 5
+"""Batches that must have had a slow phase: fewer may only show that the machine was busy."""
 
 
 def shares_of_time(record: RunRecord) -> dict[str, float]:
@@ -49,9 +57,19 @@ def find_slow_syncs(record: RunRecord, threshold: float) -> Finding | None:
 def _find_slow_phase(
     record: RunRecord, threshold: float, phase: str, settings: dict[str, object]
 ) -> Finding | None:
-    share = shares_of_time(record).get(phase, 0.0)
+    """A phase takes this share of the time, and SHORTEST_WAIT in its median batch.
+
+    The share is that of the median batch, too: a machine that was busy for a while makes some
+    batches slow.
+    """
+    lines = [line for line in record.metrics[1:] if line.get(f"time/{phase}")]
+    total = sum(record.values("time/step", record.metrics[1:]))
+    if len(lines) < SLOW_BATCHES or not total:
+        return None
+    typical = statistics.median(record.values(f"time/{phase}", lines))
     seconds = seconds_of_batch(record) or 0.0
-    if share < threshold or seconds < SHORTEST_STEP:
+    share = typical * len(lines) / total
+    if typical < SHORTEST_WAIT or share < threshold:
         return None
     return Finding(
         f"{percent(share)} of the time goes to {PHASES[phase]}: {share * seconds:.1f} of "
