@@ -37,7 +37,7 @@ from lagrpo.runs.reading import (
 )
 from lagrpo.runs.recorded import RecordedRun, group_seeds, load_runs
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.terminal.show import show
+from lagrpo.terminal.show import show, show_comparison
 from lagrpo.types import Completion, Group, JsonObject, Outcome, Prompt
 
 SETTINGS = {
@@ -483,7 +483,26 @@ def test_compare_prints_each_run_with_its_intervals(tmp_path, capsys):
     assert printed[0].split() == ["first", "second"]
     lines = {line.split()[0]: line.split()[1:] for line in printed[1:]}
     assert lines["reward"] == ["0.25", "0.5"]
-    assert "".join(lines["eval/pass@1"]) == "0.25(0.1to0.9)0.5(0.1to0.9)"
+    assert lines["eval/pass@1"] == ["0.25", "0.5"]
+    assert [line.split()[2:] for line in printed[-2:]] == [["0.1", "0.1"], ["0.9", "0.9"]]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_comparison_of_five_runs_with_long_names_fits_the_terminal(tmp_path, columns):
+    names = [f"{'long-name-' * 4}{number}" for number in range(5)]
+    for number, name in enumerate(names):
+        recipe = f'[loss]\nrecipe = "rec_one_side_nois_wide_{number}"\n'
+        run = Run.create(tmp_path, name, SETTINGS, recipe, {})
+        run.record({"step": 1, "reward": number / 4, "rollout/kl": 1.2345e-5})
+    output = io.StringIO()
+    show_comparison(
+        [tmp_path / name for name in names], console=Console(file=output, width=columns)
+    )
+    lines = output.getvalue().splitlines()
+    assert [line.split() for line in lines[:5]] == [[str(n + 1), f"{names[n]}"] for n in range(5)]
+    assert max(map(len, lines)) <= columns
+    (rewards,) = [line.split()[1:] for line in lines if line.startswith("reward")]
+    assert rewards == ["0", "0.25", "0.5", "0.75", "1"]
 
 
 # The reward curve and the environment

@@ -31,9 +31,13 @@ Row = JsonObject
 SEPARATOR = "  ·  "
 ARROW = " → "
 FILE_WIDTH = 200
+"""Columns at which lines are wrapped in a file or a pipe. A terminal has its own width."""
+COMPARISON_WIDTH = 100
+"""The same for a comparison of runs, which is often pasted."""
+COLUMN_GAP = 2
+"""Spaces between two columns of a comparison."""
 OVERVIEW_LAG = 64
 """The lag of the areas that the list of recipes shows."""
-"""Columns at which lines are wrapped in a file or a pipe. A terminal has its own width."""
 
 
 class PipeConsole(Console):
@@ -46,10 +50,10 @@ class PipeConsole(Console):
         raise BrokenPipeError
 
 
-def make_console() -> Console:
-    """Returns the console for stdout, with FILE_WIDTH columns unless a terminal shows it."""
+def make_console(width: int = FILE_WIDTH) -> Console:
+    """Returns the console for stdout, with `width` columns unless a terminal shows it."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return PipeConsole() if has_width else PipeConsole(width=FILE_WIDTH)
+    return PipeConsole() if has_width else PipeConsole(width=width)
 
 
 def show(
@@ -246,26 +250,38 @@ def show_comparison(
 ) -> None:
     """Prints the table of `lagrpo.compare`, with a column for each run.
 
-    An interval stands behind its value. Raises as `compare`, and SettingsError for damaged files.
+    The ends of an interval stand below its value. If the names of the runs are too long for the
+    line, the columns have numbers instead. Raises as `compare`, and SettingsError for damaged
+    files.
     """
+    console = console or make_console(COMPARISON_WIDTH)
     with as_settings_error():
         comparison = compare(runs, last)
-    table = Table("", box=None)
-    for name in comparison.index:
-        table.add_column(Text(str(name)))
-    names = list(comparison.columns)
-    ends_of_intervals = {f"{name}{end}" for name in names for end in ("_low", "_high")}
-    for name in names:
-        if name in ends_of_intervals:
-            continue
-        cells = []
-        for _, row in comparison.iterrows():
-            cell = _cell(row[name])
-            if f"{name}_low" in names and cell != ABSENT:
-                cell += f" ({_cell(row[f'{name}_low'])} to {_cell(row[f'{name}_high'])})"
-            cells.append(cell)
+    names = [str(name) for name in comparison.index]
+    row_names = [_row_name(str(column)) for column in comparison.columns]
+    rows = [[_cell(value) for value in comparison[column]] for column in comparison.columns]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    headings = names
+    if max(map(len, row_names)) + sum(widths) + COLUMN_GAP * len(names) > console.width:
+        headings = [str(number) for number in range(1, len(names) + 1)]
+        for number, name in zip(headings, names, strict=True):
+            console.print(Text(f"{number}  {name}"), soft_wrap=True)
+        console.print()
+    table = Table("", box=None, padding=(0, COLUMN_GAP, 0, 0))
+    table.columns[0].no_wrap = True
+    for heading in headings:
+        table.add_column(Text(heading), overflow="fold")
+    for name, cells in zip(row_names, rows, strict=True):
         table.add_row(Text(name, "dim"), *map(Text, cells))
-    (console or make_console()).print(table)
+    console.print(table)
+
+
+def _row_name(column: str) -> str:
+    """Returns the name of a row: the ends of an interval are indented below its value."""
+    if column.endswith(("_low", "_high")) and column.startswith("eval/"):
+        name, _, end = column.rpartition("_")
+        return f"  {name.rpartition('/')[2]} {end}"
+    return column
 
 
 def _cell(value: Any) -> str:
