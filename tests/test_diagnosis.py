@@ -417,6 +417,15 @@ HEALTHY = {
         ),
     ),
     "copies of the right answer": Fault("", lambda batch, one: one.update(completion="41")),
+    "machine that is busy for some batches": Fault(
+        "",
+        change_metrics=lambda batch, metrics: metrics.update(
+            {"time/reward": 30.0, "time/step": 36.0} if batch % 10 == 0 else {}
+        ),
+    ),
+    "rewards that take a second": Fault(
+        "", change_metrics=changing(time__reward=1.0, time__step=2.1)
+    ),
     "small difference of another engine": Fault(
         "", change_metrics=changing(rollout__logp_difference_mean=0.06)
     ),
@@ -426,6 +435,20 @@ HEALTHY = {
 @pytest.mark.parametrize("fault", HEALTHY.values(), ids=HEALTHY)
 def test_what_healthy_runs_have_is_no_finding(fault):
     assert find(fault) == ()
+
+
+def test_wrong_completion_that_says_the_answer_stands_beside_it():
+    """A completion of a group of four is `FORTY one.`; the answer is `Forty-one`."""
+
+    def change(batch, one):
+        text = "FORTY one." if one["sample_index"] == 2 else one["completion"]
+        one.update(answer='"Forty-one"', reward=0.0, completion=text)
+
+    first, *_ = find(Fault("", change, evaluations=()))
+    assert first.detector == "too_hard"
+    assert "'FORTY one.' (reward 0, answer 'Forty-one')" in first.example
+    assert first.settings == {}
+    assert {place.sample for place in first.places} == {2}
 
 
 def test_unfinished_run_says_that_there_is_nothing_to_diagnose(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from lagrpo.terminal.display import COLUMNS, Display, LiveDisplay, PlainDisplay, make_display
-from lagrpo.terminal.text import typed_command
+from lagrpo.terminal.text import count_reasons, typed_command
 from lagrpo.types import JsonObject
 
 METRICS = {
@@ -203,9 +203,7 @@ def test_summary_shows_results_and_the_directory():
     assert "5+5=" not in text
     run = Path("runs") / name
     assert f"  run           {run}" in lines, "a path is never broken across lines"
-    command = typed_command()
-    assert f"  next          {command} view {run}" in lines
-    assert lines[-1] == f"  as text       {command} view {run} --text"
+    assert lines[-1] == f"  run           {run}", "no batch to view"
 
 
 def test_command_has_its_path_unless_it_is_on_the_path(tmp_path, monkeypatch):
@@ -223,10 +221,30 @@ def test_command_has_its_path_unless_it_is_on_the_path(tmp_path, monkeypatch):
 
 
 def test_completions_without_a_reward_stand_beside_pass_at_1():
-    unscored = AFTER | {"prompts": 2, "samples": 4, "unscored": 3}
+    unscored = AFTER | {"prompts": 2, "samples": 4, "unscored": 3, "unscored_reason": "late"}
     lines = summary({"before": (BEFORE, []), "after": (unscored, [])}).splitlines()
     assert "not scored" not in next(line for line in lines if "pass@1 before" in line)
-    assert "3 of 8 not scored" in next(line for line in lines if "pass@1 after" in line)
+    assert "3 of 8 not scored: late" in next(line for line in lines if "pass@1 after" in line)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "text"),
+    [([], ""), (["a", "a"], "a"), (["a", "b", "b"], "2 × b; 1 × a")],
+    ids=["none", "one", "two"],
+)
+def test_reasons_are_counted_if_they_differ(reasons, text):
+    assert count_reasons(reasons) == text
+
+
+def test_run_with_a_batch_names_the_commands_that_show_it_on_unbroken_lines(monkeypatch):
+    monkeypatch.setattr("lagrpo.runs.plots.reward_curve", lambda path: path / "curve.svg")
+    name = "name " * 30
+    display = started(PlainDisplay(to := console(80)), name)
+    display.on_batch(METRICS, [])
+    display.on_end("finished", "Finished.")
+    view = f"{typed_command()} view '{Path('runs') / name}'"
+    lines = written(to).splitlines()
+    assert lines[-2:] == [f"  next          {view}", f"  as text       {view} --text"]
 
 
 def test_resumed_run_counts_the_batches_before():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
@@ -17,9 +18,8 @@ from lagrpo.diagnosis.record import (
     mean,
     scored_rows,
 )
-from lagrpo.errors import one_line
 from lagrpo.runs.rollouts import REWARD
-from lagrpo.terminal.text import clipped, count_of
+from lagrpo.terminal.text import clipped, count_of, count_reasons
 from lagrpo.types import JsonView
 
 VISITS = 3
@@ -35,15 +35,15 @@ def find_unscored(record: RunRecord, threshold: float) -> Finding | None:
     unscored = [row for row in rows if row["reward"] is None]
     if len(unscored) <= threshold * len(rows):
         return None
-    reasons = Counter(one_line(row["reason"] or row["outcome"], 80) for row in unscored)
-    listed = "; ".join(f"{count:,} × {reason}" for reason, count in reasons.most_common(3))
+    reasons = [row["reason"] or row["outcome"] for row in unscored]
     settings = {}
-    timeouts = sum(count for reason, count in reasons.items() if "time" in reason.lower())
+    timeouts = sum("time" in reason.lower() for reason in reasons)
     if timeouts > len(unscored) / 2:
         settings["task.reward_timeout"] = 2 * (record.settings.get("task.reward_timeout") or 5.0)
     share = len(unscored) / len(rows)
     return Finding(
-        f"{percent(share)} of the completions have no reward and teach nothing: {listed}.",
+        f"{percent(share)} of the completions have no reward and teach nothing: "
+        f"{count_reasons(reasons)}.",
         cost=share,
         places=places_of(unscored),
         settings=settings,
@@ -67,12 +67,19 @@ def find_too_hard(record: RunRecord, threshold: float) -> Finding | None:
     else:
         known = f"none of {count_of(len(rows), 'completion')} was right"
     sentence = f"{percent(share)} of the groups are all wrong, so they give no signal: {known}."
+    unrewarded = [row for row in rows if not record.is_correct(row) and _is_answer(row)]
+    if unrewarded:
+        settings = {}
+        sentence += (
+            f" {count_of(len(unrewarded), 'wrong completion')} say the reference answer, apart "
+            "from case, spaces and marks: check the reward function."
+        )
     return Finding(
         sentence,
         cost=share,
-        places=places_of(group[0] for group in wrong),
+        places=places_of(unrewarded or [group[0] for group in wrong]),
         settings=settings,
-        example=_show(max(rows, key=lambda row: (row["reward"], row["finished"]))),
+        example=_show(max(unrewarded or rows, key=_nearness)),
     )
 
 
@@ -204,11 +211,40 @@ def _share_of_weight(record: RunRecord, reward: dict[str, Any]) -> float:
     return abs(reward.get("weight", 1.0)) / sum(weights)
 
 
+def _letters(text: str) -> str:
+    """Returns the letters and digits of a text, in lower case."""
+    return "".join(character for character in text.casefold() if character.isalnum())
+
+
+def _answer_of(row: JsonView) -> str:
+    """Returns the reference answer as a text; "" without one."""
+    answer = json.loads(row["answer"])
+    return "" if answer is None else str(answer)
+
+
+def _is_answer(row: JsonView) -> bool:
+    """True if a completion is its reference answer, apart from case, spaces and marks."""
+    answer = _letters(_answer_of(row))
+    return answer != "" and _letters(row["completion"]) == answer
+
+
+def _nearness(row: JsonView) -> tuple[float, bool, float, int]:
+    """Returns what orders completions of a reward that never fires, the most telling one last.
+
+    It has the largest reward, is not cut, and has most of its reference answer in few words.
+    """
+    answer = _letters(_answer_of(row))
+    text = _letters(row["completion"])
+    matcher = SequenceMatcher(None, text, answer, autojunk=False)
+    found = matcher.find_longest_match().size / max(1, len(answer))
+    return row["reward"], row["finished"], found, -len(text)
+
+
 def _show(row: JsonView) -> str:
     """Returns the end of a completion, with its reward and the reference answer."""
     text = " ".join(row["completion"].split())
     if len(text) > MOST_CHARACTERS:
         text = f"… {text[-MOST_CHARACTERS:]}"
-    answer = json.loads(row["answer"])
-    expected = "" if answer is None else f", answer {clipped(str(answer), 40)!r}"
+    answer = _answer_of(row)
+    expected = f", answer {clipped(answer, 40)!r}" if answer else ""
     return f"{text!r} (reward {row['reward']:g}{expected})"

@@ -56,7 +56,7 @@ from lagrpo.startup.build_policy import build_policy
 from lagrpo.startup.build_tasks import load_tasks, set_up_tasks
 from lagrpo.startup.checks import check_evaluation
 from lagrpo.tasks import Task
-from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
+from lagrpo.terminal.text import count_of, count_reasons, formatted_interval, unscored_text
 from lagrpo.training.sampling import TaskSetup, share
 from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
 
@@ -141,8 +141,9 @@ def _summarize(records: list[JsonObject], eval_set: EvalSet) -> JsonObject:
         "unscored": unscored,
     }
     if unscored:
-        reasons = (reason for record in records for reason in record["reasons"] if reason)
-        summary["unscored_reason"] = next(reasons, "")
+        summary["unscored_reason"] = count_reasons(
+            reason for record in records for reason in record["reasons"] if reason
+        )
     for name, measure in _measures(records, eval_set.samples).items():
         values = list(measure.by_prompt.values())
         if values:
@@ -559,6 +560,4 @@ def _print_summary(summary: JsonObject, output: Path) -> None:
         elif name.startswith("rewards/"):
             print_text(f"  {name} {summary[name]:.3f}")
     print_text("  intervals: 95 %, for the mean over all prompts of this kind")
-    if summary["unscored"]:
-        print_text(f"  not scored, the first: {summary['unscored_reason']}")
     print_text(f"  per-prompt records: {output / 'records.parquet'}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from lagrpo.core.objective import Recipe
+from lagrpo.errors import one_line
 from lagrpo.lifecycle.callbacks import Callback, Status
 from lagrpo.lifecycle.evaluation import Evaluation
 from lagrpo.rewards.reward import Rewards
@@ -54,6 +55,7 @@ class Recorder:
         self.callbacks = callbacks
         self.activity = "start"  # what the run is doing now
         self._unscored_by_batch = Counter[int]()  # completions without a reward
+        self._reasons = Counter[str]()  # of these completions
         self._shown_outcomes = set[OutcomeKind]()  # kinds of WITHOUT_REWARD that have had a line
         self._warnings_of_range = set[str]()  # that have been shown
         self._error_of_callback: Exception | None = None
@@ -161,6 +163,7 @@ class Recorder:
                 kind.value, batch, count=len(reasons), completions=len(rows), reason=reasons[0]
             )
             self._unscored_by_batch[batch] += len(reasons)
+            self._reasons.update(reasons)
             if kind not in self._shown_outcomes:
                 self._shown_outcomes.add(kind)
                 count = f"{len(reasons)} of {len(rows)} completions are {kind}"
@@ -194,15 +197,14 @@ class Recorder:
 
         line = f"evaluation ({name}): pass@1 {formatted_interval(summary, 'pass@1', '.1%')}"
         if summary["unscored"]:
-            reason = summary["unscored_reason"]
-            line += f"   {unscored_text(summary)}; the first: {reason}"
+            line += f"   {unscored_text(summary)}"
             self.record_event(
                 OutcomeKind.UNSCORED.value,
                 batch,
                 evaluation=name,
                 count=summary["unscored"],
                 completions=summary["prompts"] * summary["samples"],
-                reason=reason,
+                reason=summary["unscored_reason"],
             )
         self.note(line)
         self._warn_of_range(evaluation.warnings, batch)
@@ -219,14 +221,17 @@ class Recorder:
         for event in events:
             if event["event"] in WITHOUT_REWARD and "evaluation" not in event:
                 self._unscored_by_batch[event["step"]] += event["count"]
+                # Events name only the first reason of a batch.
+                self._reasons[event["reason"]] += event["count"]
 
     def unscored_sentence(self) -> str:
-        """Says how many completions had no reward; "" if all had one."""
+        """Says how many completions had no reward, and why; "" if all had one."""
         if not self._unscored_by_batch:
             return ""
         completions = count_of(self._unscored_by_batch.total(), "completion")
         batches = count_of(len(self._unscored_by_batch), "batch", "es")
-        return f"{completions} of {batches} had no reward (events.jsonl says why)"
+        ((reason, _),) = self._reasons.most_common(1)
+        return f"{completions} of {batches} had no reward, most often: {one_line(reason, 80)}"
 
     def start(self, settings: JsonView, environment: JsonView, batch: int) -> None:
         """Tells the callbacks that the run starts, or resumes after `batch` batches."""

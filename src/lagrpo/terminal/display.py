@@ -219,9 +219,9 @@ class PlainDisplay(Display):
         lines = {"run": str(self.path)}
         if self.done():
             lines["reward curve"] = str(reward_curve(self.path))
-        view = f"{typed_command()} view {shlex.quote(str(self.path))}"
-        lines["next"] = view
-        lines["as text"] = f"{view} --text"
+            view = f"{typed_command()} view {shlex.quote(str(self.path))}"
+            lines["next"] = view
+            lines["as text"] = f"{view} --text"
         for label, text in lines.items():
             # Lines are not wrapped, so that they can be copied.
             self.console.print(Text.assemble((f"  {label:<14}", "dim"), text), soft_wrap=True)

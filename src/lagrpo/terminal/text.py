@@ -7,18 +7,25 @@ import numbers
 import shlex
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import rich.text
 from rich.style import Style, StyleType
 
+from lagrpo.errors import one_line
 from lagrpo.logs import visible
 from lagrpo.types import JsonView
 
 ABSENT = "–"
 ROUNDING = 1e-10
 """Smaller numbers are rounding errors of float32 log-probs, such as a KL of 2.1e-14 nats."""
+MOST_REASONS = 3
+"""Reasons of missing rewards that a line names."""
+MOST_OF_REASON = 80
+"""Characters of each."""
 MARKS = {
     None: ("?", "yellow"),
     True: ("✓", "green"),
@@ -106,12 +113,28 @@ def formatted_interval(metrics: JsonView, name: str, form: str) -> str:
 
 
 def unscored_text(summary: JsonView) -> str:
-    """Returns how many completions of an evaluation have no reward: "3 of 8 not scored", or ""."""
+    """Returns how many completions of an evaluation have no reward, and why; "" if all have one.
+
+    For example "3 of 8 not scored: 2 × past the deadline of 5 s; 1 × ValueError".
+    """
     unscored = summary.get("unscored") or 0
     if not unscored:
         return ""
     completions = summary["prompts"] * summary["samples"]
-    return f"{unscored:,} of {completions:,} not scored"
+    text = f"{unscored:,} of {completions:,} not scored"
+    reason = summary.get("unscored_reason")
+    return f"{text}: {reason}" if reason else text
+
+
+def count_reasons(reasons: Iterable[str]) -> str:
+    """Returns the most frequent reasons: "2 × past the deadline; 1 × ValueError".
+
+    A reason that has no other beside it stands without its number.
+    """
+    counts = Counter(one_line(reason, MOST_OF_REASON) for reason in reasons)
+    if len(counts) < 2:
+        return "".join(counts)
+    return "; ".join(f"{count:,} × {reason}" for reason, count in counts.most_common(MOST_REASONS))
 
 
 def count_of(number: int, what: str, plural: str = "s") -> str:
