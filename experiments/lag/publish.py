@@ -58,8 +58,10 @@ DOCS = ROOT / "docs"
 FIGURE = DOCS / "images" / "lag.png"
 PACKAGE_TABLE = Path(lag_table.__file__).parent / FILE
 BLOCKS_OF_PAGES = {
-    DOCS / "off-policy.md": ("advice", "rules", "expectations"),
+    DOCS / "off-policy.md": ("advice",),
     ROOT / "reports" / "staleness.md": (
+        "expectations",
+        "rules",
         "table",
         "differences",
         "tasks",
@@ -87,7 +89,7 @@ EXPECTATIONS: tuple[tuple[Column, str], ...] = (
     (("constant", 256), "rec_one_side_nois_wide"),
     (("constant", 256), "grpo"),
 )
-"""Schedule and method of the rows that docs/off-policy.md shows beside its advice."""
+"""Schedule and method of the rows that say what to expect of the advice."""
 RECOMMENDED = "prime_rl"
 
 Records = Mapping[RunKey, Record]

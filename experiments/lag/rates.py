@@ -82,7 +82,7 @@ def _kept(cell: Cell, rate: float) -> float:
 
 
 def rules_sentence(results: Sequence[RuleResult]) -> str:
-    """The rules in words, for docs/off-policy.md."""
+    """The rules in words, for reports/staleness.md."""
     losses = ", ".join(f"{100 * result.loss:.1f} points with {result.words}" for result in results)
     deaths = ", ".join(f"{100 * result.deaths:.1f}" for result in results)
     return (
