@@ -137,7 +137,7 @@ def kept_text(recipe: str, lag: int) -> str:
 
 
 def shares_kept(recipe: str, lag: int) -> str:
-    """What a recipe keeps on both tasks at a lag, without their names: "82 and 29 %"."""
+    """The shares that a recipe keeps at a lag, in the order of TASKS: "82 and 29 %"."""
     measured = load_table()[recipe][lag].values()
     return " and ".join(f"{100 * of_task.kept:.0f}" for of_task in measured) + " %"
 
