@@ -133,7 +133,7 @@ def test_dry_run_of_a_run_that_does_not_fit_the_host_prints_all_of_it_and_fails(
     monkeypatch.setattr(explain, "pick_device", lambda: torch.device("cpu"))
     monkeypatch.setenv("RANK", rank)
     settings = settings_of(model, task={"name": "arithmetic"})
-    with pytest.raises(SettingsError, match=r"does not fit.*optimizer\.micro_batch_tokens"):
+    with pytest.raises(SettingsError, match=r"does not fit.*rollout\.max_num_seqs"):
         print_meaning(settings, check_settings(settings), load_tasks(settings))
     lines = capsys.readouterr().out.splitlines()
     shown = ["optimizer.micro_batch_tokens" in row for row in lines if "activations  " in row]
@@ -156,15 +156,6 @@ def test_dry_run_says_that_a_rate_follows_the_samples_and_if_it_never_acts(
     lines = explained(model, optimizer={name: 0.5}, **sections).splitlines()
     assert [name in line for line in lines if line.startswith("rate ")] == [True]
     assert any("will not act" in line for line in lines) is not acts
-
-
-@pytest.mark.parametrize("recipe", ["grpo", "prime_rl"])
-def test_dry_run_of_stale_samples_compares_a_loss_with_the_advised_one_and_names_the_page(
-    model, recipe
-):
-    text = explained(model, schedule={"sync_every": 17}, loss={"recipe": recipe, "beta": 0.0})
-    assert "docs/off-policy.md#which-loss" in text
-    assert ("docs/staleness.md" in text) is (recipe == "grpo")
 
 
 def test_unsupported_model_is_rejected(tmp_path):
