@@ -240,8 +240,7 @@ def test_run_above_the_memory_is_warned_of_and_rejected_if_the_estimate_cannot_b
 ):
     terms = [Term("a", 60, ""), Term("c", 40, "rollout.x", "learning")]
     computation = Computation(itemsize=2, memory=memory)
-    lines = memory_warning(terms, computation)
-    assert ["rollout.x" in line for line in lines] == [True] * warns
+    assert bool(memory_warning(terms, computation)) == warns
     with nullcontext() if fits else pytest.raises(SettingsError, match="rollout"):
         check_memory(terms, computation)
 

@@ -517,7 +517,7 @@ def memory_warning(terms: Sequence[Term], computation: Computation) -> list[str]
         return []
     return [
         f"warning     the run may not fit: it needs about {in_words(expected)}, and "
-        f"{_available(computation)}; {how_to_lower(largest_term(terms))}"
+        f"{_available(computation)}"
     ]
 
 
@@ -526,11 +526,9 @@ def check_memory(terms: Sequence[Term], computation: Computation) -> None:
     least = int((1 - ERROR) * peak(terms))
     if computation.memory is None or least <= computation.memory:
         return
-    largest = largest_term(terms)
     raise SettingsError(
         f"the run does not fit into memory: it needs {in_words(least)} or more, and "
-        f"{_available(computation)}. To lower {largest.name}, {in_words(largest.size)}: "
-        f"{largest.advice}"
+        f"{_available(computation)}; {how_to_lower(largest_term(terms))}"
     )
 
 
