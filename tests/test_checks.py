@@ -48,8 +48,11 @@ VLLM = {"rollout": {"engine": "vllm"}}
         pytest.param(2, "4,5,6", {"gpus": [5]}, 5, id="ranks see others"),
         pytest.param(2, "4,5,6", {"gpus": [6, 0]}, None, id="visible, but no rank's"),
         pytest.param(1, None, {"gpus": [0]}, 0, id="one process"),
-        pytest.param(1, "GPU-8f1a", {"gpus": [0]}, None, id="named by UUID: unknown"),
-        pytest.param(2, None, {}, None, id="not set"),
+        pytest.param(2, "4,-1,6", {"gpus": [6]}, None, id="hidden behind -1"),
+        pytest.param(1, None, {}, None, id="one process, not set"),
+        pytest.param(
+            2, None, {"server_args": ["--gpu-memory-utilization 0.4"]}, None, id="share, not set"
+        ),
         pytest.param(
             1,
             None,
@@ -72,6 +75,7 @@ VLLM = {"rollout": {"engine": "vllm"}}
 )
 def test_gpu_of_a_rank_is_not_the_server_s(monkeypatch, ranks, visible, vllm, shared):
     monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -82,6 +86,23 @@ def test_gpu_of_a_rank_is_not_the_server_s(monkeypatch, ranks, visible, vllm, sh
     else:
         with pytest.raises(SettingsError, match=f"vllm.gpus: GPU {shared} is one"):
             check_settings(run_settings)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "visible", "vllm", "message"),
+    [
+        pytest.param(1, "GPU-8f1a", {"gpus": [0]}, "names 'GPU-8f1a'", id="UUID and number"),
+        pytest.param(2, "MIG-1,MIG-2", {"gpus": [2]}, "names 'MIG-1'", id="MIG and number"),
+        pytest.param(2, None, {}, "set vllm.gpus", id="several ranks, not set"),
+    ],
+)
+def test_server_gpu_that_cannot_be_known_is_rejected(monkeypatch, ranks, visible, vllm, message):
+    monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "0,1,2")
+    with pytest.raises(SettingsError, match=message):
+        check_settings(settings(**VLLM, vllm=vllm))
 
 
 WRONG: list[tuple[JsonObject, str]] = [

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {*SMALL, "core", "rewards"},
     "runs": {*SMALL},
     "cpu": {"machine"},
-    "gpu": set(),
+    "gpu": {"machine"},
     "model": {*LEAVES, "cpu", "gpu"},
     "settings": {*SMALL, "core", "rewards"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},

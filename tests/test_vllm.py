@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE, Popen
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from vllm_servers import Answer, FakeServer, Ours, choice, engine_of, update, versions
 
+from lagrpo import machine
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, deferring, interruptible
 from lagrpo.lifecycle.run import train
@@ -307,7 +309,6 @@ def nccl(
     """A transfer by a fake NCCL to some servers, and what was sent."""
     sent: list[tuple[object, ...]] = []
     doing = {
-        "version": lambda: (2, 27, 3),
         "unique_id": lambda: b"i" * 128,
         "init_rank": lambda world, identity, rank: (world, identity, rank),
         "all_reduce": lambda tensors, comms: None,
@@ -315,6 +316,7 @@ def nccl(
     } | calls
     for name, value in doing.items():
         monkeypatch.setattr(weights.nccl, name, value)
+    monkeypatch.setattr(weights, "nccl_version", lambda: (2, 27, 3))
     monkeypatch.setattr(weights, "_own_stream", lambda _: weights.suppress())
     monkeypatch.setattr(weights.torch.cuda, "current_device", lambda: 0)
     zeros = torch.zeros
@@ -395,6 +397,16 @@ def test_weights_go_through_the_directory_if_versions_of_nccl_differ(
         assert engine.version == 2
     assert torch.equal(engine.current_weights()[1]["x"], tensors["x"])
     engine.close()
+
+
+def test_version_of_nccl_is_the_loaded_library_s(monkeypatch):
+    def write_version(pointer: Any) -> None:
+        pointer._obj.value = 22807
+
+    library = SimpleNamespace(ncclGetVersion=write_version)
+    monkeypatch.setattr(weights.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(weights.nccl, "version", lambda: (2, 27, 3))
+    assert weights.nccl_version() == (2, 28, 7)
 
 
 @pytest.mark.parametrize("kind", ["directory", "nccl"])
@@ -706,6 +718,40 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
     monkeypatch.setenv(server.PYTHON, __file__)
     with pytest.raises(ValueError, match="is not a program"):
         find_python()
+
+
+@pytest.mark.parametrize(
+    ("visible", "has_gpu", "gpus", "uses_gpu"),
+    [
+        pytest.param(None, True, (), True, id="a machine with a GPU"),
+        pytest.param(None, False, (), False, id="a machine without"),
+        pytest.param("-1", True, (), False, id="hidden by -1"),
+        pytest.param("", True, (), False, id="hidden by an empty text"),
+        pytest.param("GPU-8f1a", True, (), True, id="UUID"),
+        pytest.param("-1", True, (1,), True, id="its own GPU"),
+    ],
+)
+def test_server_computes_on_a_cpu_if_it_sees_no_gpu(monkeypatch, visible, has_gpu, gpus, uses_gpu):
+    monkeypatch.setattr(server, "has_gpu", lambda: has_gpu)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    command = Launch("python", "model", "float32", 300, 7, gpus=gpus).command(8000)
+    assert ("--enforce-eager" in command) == (not uses_gpu)
+
+
+def test_server_gets_no_variables_that_the_trainer_sets_for_itself(monkeypatch):
+    monkeypatch.setattr(machine, "_own_variables", {})
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        machine.set_own_variable(name, "of the trainer")
+    environment = Launch("python", "model", "float32", 300, 7).environment("s3cret")
+    assert "CUBLAS_WORKSPACE_CONFIG" not in environment
+    assert "NCCL_SOCKET_IFNAME" not in environment
+    assert environment["GLOO_SOCKET_IFNAME"] == "ib0", "the user's own"
 
 
 def answer_of_middleware(monkeypatch, **scope: object) -> int:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -36,6 +37,10 @@ TORCHRUN = re.compile(
 
 VLLM_PYTHON = ".venv-vllm/bin/python"
 """The Python that has vLLM, unless $LAGRPO_VLLM_PYTHON names another one."""
+
+
+_own_variables = {"GOMP_SPINCOUNT": SPINS}
+"""Environment variables that lagrpo has set for this process, or for one that started it."""
 
 
 def cache_directory() -> Path:
@@ -87,7 +92,7 @@ def fixed_threads(number: int) -> Iterator[None]:
 
     number_before = torch.get_num_threads()
     torch.set_num_threads(number)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_own_variable("TOKENIZERS_PARALLELISM", "false")
     try:
         yield
     finally:
@@ -105,16 +110,18 @@ def shorten_spin() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
-def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the change by `shorten_spin`.
+def set_own_variable(name: str, value: str) -> None:
+    """Sets an environment variable for this process alone, unless the user has set it."""
+    if os.environ.setdefault(name, value) == value:
+        _own_variables[name] = value
 
-    It is for programs with another OpenMP.
+
+def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment without the variables of `set_own_variable`.
+
+    It is for other programs, which have another OpenMP, or compute other things on a GPU.
     """
-    return {
-        name: value
-        for name, value in environment.items()
-        if (name, value) != ("GOMP_SPINCOUNT", SPINS)
-    }
+    return {name: value for name, value in environment.items() if _own_variables.get(name) != value}
 
 
 def drop_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -134,6 +141,18 @@ def usable_cores() -> int:
         cpus = os.cpu_count() or 1
     quota = read_quota() or cpus
     return max(1, min(cpus, math.ceil(quota)))
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names; None if the variable is not set.
+
+    CUDA does not see GPUs from the first negative number on.
+    """
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    return list(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
 def memory_limit(groups: Path = Path("/sys/fs/cgroup")) -> int:

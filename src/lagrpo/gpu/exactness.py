@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lagrpo.machine import set_own_variable
+
 # The first rows of a large product are computed again alone. Every product on a GPU has at least 16
 # rows (cpu/autograd.py).
 ROW_COUNTS = (16, 32, 128, 1000)
@@ -48,8 +50,8 @@ def forbid_split_k() -> None:
     Call it before the first product: the libraries read these variables when they start. vLLM does
     the same on Hopper GPUs for its batch-invariant mode.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    set_own_variable("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    set_own_variable("CUBLASLT_WORKSPACE_SIZE", "1")
     matmul: Any = torch.backends.cuda.matmul
     # The second value forbids split-K.
     matmul.allow_bf16_reduced_precision_reduction = (False, False)

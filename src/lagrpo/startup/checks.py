@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lagrpo.distributed.torchrun import local_size, world_size
 from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled, suggest
 from lagrpo.logs import find_secret
+from lagrpo.machine import visible_gpus
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.resume.changes import find_changes, find_run
 from lagrpo.rewards.reward import load_function
@@ -55,8 +56,8 @@ def check_settings(
             load_function(settings.rollout.engine)
     if world_size() == 1 or os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
-        check_server_gpus(settings)
         check_sleep(settings)
+        check_server_gpus(settings)
     return check_loss(settings, loss)
 
 
@@ -212,6 +213,18 @@ def check_server_gpus(settings: Settings) -> None:
     may_share = has_share and vllm.weight_transfer == "directory"
     if may_share or pick_device().type != "cuda":
         return
+    starts_server = settings.rollout.uses_vllm and not vllm.urls
+    if starts_server and not vllm.gpus and world_size() > 1:
+        raise SettingsError(
+            "rollout.engine = 'vllm' would start a server on a GPU of the ranks: set vllm.gpus to "
+            "GPUs without a rank, or vllm.urls to servers that run already"
+        )
+    names = [name for name in visible_gpus() or [] if not name.isdecimal()]
+    if vllm.gpus and names:
+        raise SettingsError(
+            f"vllm.gpus has numbers, but CUDA_VISIBLE_DEVICES names {names[0]!r}: "
+            "set CUDA_VISIBLE_DEVICES to numbers, too, as nvidia-smi lists them"
+        )
     shared_gpus = set(map(str, vllm.gpus)) & set(gpus_of_ranks())
     if shared_gpus:
         advice = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
@@ -237,9 +250,10 @@ def check_sleep(settings: Settings) -> None:
 
 def gpus_of_ranks() -> list[str]:
     """The names of the GPUs that the ranks of this host have, as in CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(local_size())]
-    return [gpu.strip() for gpu in gpus[: local_size()]]
+    gpus = visible_gpus()
+    if gpus is None:
+        gpus = [str(gpu) for gpu in range(local_size())]
+    return gpus[: local_size()]
 
 
 def server_shares_gpu(settings: Settings) -> bool:

@@ -14,7 +14,6 @@ all ranks, in the same order.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from lagrpo.core.ratios import limit
 from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.distributed.ranks import Ranks, add_up
 from lagrpo.interrupts import raise_if_asked
+from lagrpo.machine import set_own_variable
 from lagrpo.model.files import save_model
 from lagrpo.model.model import Model, Policy
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
@@ -128,7 +128,7 @@ def deterministic(model: Model) -> Generator[None]:
     if model.device.type == "cuda":
         # PyTorch asks for this variable. It stays set: workspaces that cuBLAS makes later should
         # have the same size.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        set_own_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
         is_known = model.config.get_text_config().model_type in FAMILIES
         torch.use_deterministic_algorithms(mode=True, warn_only=not is_known)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.logs import print_text, redact
-from lagrpo.machine import VLLM_PYTHON, drop_own, drop_torchrun
+from lagrpo.machine import VLLM_PYTHON, drop_own, drop_torchrun, visible_gpus
 from lagrpo.model.embedded import check_path, resolve_model
 from lagrpo.rollout.vllm.client import HOW_TO_START, KEY, SamplerError, VllmClient
 from lagrpo.settings.schema import Settings
@@ -121,8 +121,9 @@ class Launch:
         # No page in a browser may read an answer, and no request is served without the key.
         words += ["--allowed-origins", "[]"]
         words += ["--middleware", MIDDLEWARE]
-        uses_gpu = self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or has_gpu()
-        if not uses_gpu:
+        gpus = visible_gpus()
+        sees_gpu = has_gpu() if gpus is None else bool(gpus)
+        if not self.gpus and not sees_gpu:
             words += ["--enforce-eager"]
             # Prompts are kept whole: on a CPU vLLM 0.32 cannot compute a seeded prompt in two
             # steps.

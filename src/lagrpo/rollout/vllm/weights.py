@@ -12,6 +12,7 @@ are started again, and after evaluations.
 from __future__ import annotations
 
 import base64
+import ctypes
 import logging
 import os
 import secrets
@@ -302,7 +303,7 @@ class NcclTransfer(WeightTransfer):
 
     def _compare_versions(self, servers: Sequence[VllmClient]) -> bool:
         """Returns False, and says so, if a server has another version of NCCL than the trainer."""
-        ours = nccl.version()[:3]
+        ours = nccl_version()
         for server in servers:
             for version in server.get_nccl_versions():
                 # vLLM writes 2.28.0 as "2.28.".
@@ -345,6 +346,21 @@ class NcclTransfer(WeightTransfer):
 
 
 TRANSFERS = {"directory": WeightTransfer, "nccl": NcclTransfer}
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """Returns the version of the NCCL that PyTorch has loaded.
+
+    PyTorch's own number is the version that it was compiled with.
+    """
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:  # NCCL is a part of PyTorch's own library
+        return nccl.version()[:3]
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    # 2.27.3 is 22703.
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def _join(world_size: int, identity: bytes, device: int) -> Any:
