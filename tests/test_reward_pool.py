@@ -17,7 +17,7 @@ import sample_rewards
 from scoring import make_completion, make_group, outcomes
 
 from lagrpo.interrupts import Interrupted, interruptible
-from lagrpo.rewards.pool import RewardError, RewardPool
+from lagrpo.rewards.pool import RewardError, RewardPool, count_workers
 from lagrpo.rewards.reasons import depends_on_machine
 from lagrpo.rewards.reward import Reward
 from lagrpo.rewards.worker import call_reward
@@ -233,3 +233,21 @@ def test_too_many_without_a_reward_stop_the_run():
             list(strict.score(sampled()))
     # 64 completions are 8 groups; some more are sampled until the first have been scored.
     assert len(seen) < 200
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "scoring_ranks", "expected"),
+    [
+        pytest.param(2, 1, 1, 1, id="two cores"),
+        pytest.param(16, 1, 1, 4, id="one process"),
+        pytest.param(96, 1, 1, 8, id="one process, many cores"),
+        pytest.param(96, 8, 8, 3, id="eight ranks that score"),
+        pytest.param(96, 8, 1, 24, id="rank 0 scores for eight"),
+        pytest.param(16, 8, 8, 1, id="fewer cores than ranks need"),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores_for_workers(
+    monkeypatch, cores, ranks, scoring_ranks, expected
+):
+    monkeypatch.setattr("lagrpo.rewards.pool.usable_cores", lambda: cores)
+    assert count_workers(ranks, scoring_ranks) == expected

@@ -20,6 +20,7 @@ from lagrpo.settings.sections import RewardSettings
 FREE = (
     "run.report_to",
     "run.log_completions",
+    "task.reward_workers",
     "model.dtype",
     "schedule.stop_at",
     "optimizer.offload_optimizer",

@@ -70,11 +70,21 @@ class Job(Generic[Returned]):
     future: Future[Returned | Outcome] = field(default_factory=Future)
 
 
+def count_workers(ranks: int = 1, scoring_ranks: int = 1) -> int:
+    """Returns the number of workers of a rank.
+
+    A host has one per four cores, and at most 8 for each of its `ranks`. The `scoring_ranks` that
+    score share them.
+    """
+    on_host = min(8 * ranks, usable_cores() // 4)
+    return max(1, on_host // scoring_ranks)
+
+
 class WorkerPool:
     """Processes that have loaded the object `called`, and call functions with it, with a deadline.
 
-    By default there is one worker per four cores, at most 8. A worker may use `memory` GiB. Raises
-    TypeError if the object cannot be sent to a process.
+    By default there are as many workers as `count_workers` says. A worker may use `memory` GiB.
+    Raises TypeError if the object cannot be sent to a process.
     """
 
     def __init__(self, called: object, workers: int | None = None, memory: float = 4.0) -> None:
@@ -91,7 +101,7 @@ class WorkerPool:
         self._load_error: LoadError | None = None
         self._lock = threading.Lock()  # for `_workers` and `_is_closed`
         self._is_closed = False
-        num_workers = workers or max(1, min(8, usable_cores() // 4))
+        num_workers = workers or count_workers()
         # Each thread starts its worker at once, so that workers load the reward functions while
         # this process loads the model.
         self._threads = [

@@ -59,7 +59,11 @@ class Episodes:
 
 
 def build_episodes(
-    settings: Settings, task_settings: TaskSettings, task: Task, chat: Chat
+    settings: Settings,
+    task_settings: TaskSettings,
+    task: Task,
+    chat: Chat,
+    workers: int | None = None,
 ) -> Episodes | None:
     """Starts the task's environment in worker processes. Returns None for completions of one turn.
 
@@ -91,7 +95,7 @@ def build_episodes(
         replies = Replies(chat)
         replies.check([{"role": reply_role, "content": "5"}])
         return Episodes(
-            pool=WorkerPool(make),
+            pool=WorkerPool(make, workers),
             replies=replies,
             turns=task_settings.max_turns,
             sampled=settings.rollout.max_completion_length,

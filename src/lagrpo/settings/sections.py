@@ -154,6 +154,8 @@ class TaskSettings(Section):
     """Rewards: names, or tables (name, reward, weight, range, options); default: the task's own"""
     reward_timeout: float = Field(default=5.0, gt=0, le=1e6)
     """Seconds per call of a reward or environment; then the completion is unscored"""
+    reward_workers: int | None = Field(default=None, ge=1)
+    """Processes per rank that call rewards; default: a share of one per four cores, at most 8"""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call: calculator, or package.module:function"""
     max_turns: int = Field(default=8, ge=1)
@@ -413,6 +415,8 @@ class DistributedSettings(Section):
 
     strategy: Literal["zero1", "fsdp2"] = "zero1"
     """What ranks shard: zero1 (optimizer state) or fsdp2 (weights, too)"""
+    timeout: float = Field(default=3600.0, gt=0, le=1e6)
+    """Seconds that a rank waits for the others; then the run ends"""
 
 
 class CheckpointSettings(Section):

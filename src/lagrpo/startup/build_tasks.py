@@ -13,11 +13,12 @@ from lagrpo.core.rows import RECIPES
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.distributed.ranks import Ranks
+from lagrpo.distributed.torchrun import local_size, read_count
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
 from lagrpo.rewards import builtin
-from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.pool import RewardPool, count_workers
 from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.rollout.episodes import MAIN_TASK, build_episodes
 from lagrpo.settings.schema import Settings
@@ -109,8 +110,10 @@ def set_up_tasks(
     for name, prompts in build_prompts(settings, tasks, policy, undo).items():
         task = prompts.task
         deadline = task_settings_of(settings, name).reward_timeout
+        workers = workers_of_rank(settings, name)
         with as_settings_error("task"):
-            reward_pool = undo.enter_context(RewardPool(task.reward, deadline=deadline))
+            pool = RewardPool(task.reward, deadline=deadline, workers=workers)
+            reward_pool = undo.enter_context(pool)
         setups[name] = TaskSetup(task, prompts, reward_pool, prompts.episodes)
     return setups
 
@@ -126,7 +129,13 @@ def build_prompts(
     sampling = settings.rollout
     sampled_prompts = settings.schedule.prompts_per_batch - settings.offline_prompts
     for name, task in tasks.items():
-        episodes = build_episodes(settings, task_settings_of(settings, name), task, policy.chat)
+        episodes = build_episodes(
+            settings,
+            task_settings_of(settings, name),
+            task,
+            policy.chat,
+            workers_of_rank(settings, name),
+        )
         if episodes is not None:
             undo.enter_context(episodes.pool)
         with as_settings_error("task"):
@@ -147,6 +156,19 @@ def task_settings_of(settings: Settings, name: str) -> TaskSettings:
         if eval_set.name == name and eval_set.task is not None:
             return eval_set.task
     return settings.task
+
+
+def workers_of_rank(settings: Settings, name: str) -> int:
+    """Returns the number of reward workers of a task of `load_tasks` on this rank.
+
+    With vLLM rank 0 scores all completions: the other ranks have one worker, which rests.
+    """
+    chosen = task_settings_of(settings, name).reward_workers
+    if not settings.rollout.uses_vllm:
+        return chosen or count_workers(local_size(), local_size())
+    if read_count("RANK", default=0) > 0:
+        return 1
+    return chosen or count_workers(local_size())
 
 
 def check_training_prompts(
