@@ -1,6 +1,7 @@
 """Several ranks in tests: three processes that stay, with the environment that torchrun gives and
-the store that it serves. `run_on_ranks` calls a function on each of them, `together` makes a run.
-If one fails, all are ended, and the next call starts others."""
+the store that it serves. `run_on_ranks` calls a function on each of them in a group,
+`call_on_ranks` without one; `together` makes a run. If one fails, all are ended, and the next call
+starts others."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def run_on_ranks(function: Callable[..., T], *arguments: object, size: int = 3) 
     The function must be importable; its arguments and results are pickled. If a rank fails, raises
     AssertionError with the errors of all ranks.
     """
-    results = _call(size, _call_in_group, function, *arguments)
+    results = call_on_ranks(size, _call_in_group, function, *arguments)
     if any(map(_has_failed, results)):
         raise AssertionError(
             "\n\n".join(f"rank {rank}: {result!s:.5000}" for rank, result in enumerate(results))
@@ -69,10 +70,12 @@ def together(
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed.
     On every rank `prepare(rank)`, which must be importable, comes first, and gives its callbacks.
     """
-    return _call(size, _train, settings, prepare, resume)
+    return call_on_ranks(size, _train, settings, prepare, resume)
 
 
-def _call(size: int, work: Callable[..., object], *arguments: object) -> list[Any]:
+def call_on_ranks(size: int, work: Callable[..., object], *arguments: object) -> list[Any]:
+    """What work(*arguments) returns on each rank with the environment of torchrun, or as for
+    `together` if it raises."""
     while len(_staying) < 3:
         ours, theirs = forks.Pipe()
         process = forks.Process(target=_stay, args=(theirs,))
@@ -143,11 +146,9 @@ def _result(end: Connection, deadline: float) -> Any:
 def _stay(end: Connection) -> None:
     import torch
 
-    from lagrpo.distributed import ranks
     from lagrpo.lifecycle import run
 
     torch.set_num_threads(1)
-    ranks.TIMEOUT = TIMEOUT
     run.SECONDS_FOR_TORCHRUN = 0.0
     skip_curves_and_syncs()
     with suppress(EOFError):  # the tests have ended
@@ -179,4 +180,7 @@ def _train(settings: JsonView, prepare: Prepare | None, resume: Path | None) -> 
     from lagrpo.lifecycle.run import train
 
     callbacks = prepare(int(os.environ["RANK"])) if prepare else ()
-    return train(settings, callbacks=callbacks, resume=resume, trust_run_code=True)
+    timeout = {"distributed.timeout": TIMEOUT.total_seconds()}
+    return train(
+        settings, callbacks=callbacks, settings=timeout, resume=resume, trust_run_code=True
+    )

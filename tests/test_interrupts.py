@@ -6,12 +6,15 @@ import os
 import pty
 import signal
 import sys
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from lagrpo import interrupts
 from lagrpo.__main__ import main
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible, raise_if_asked
+from lagrpo.lifecycle.start_to_end import Training
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *interrupts.WARNINGS)
 
@@ -117,3 +120,24 @@ def test_signal_of_a_closed_terminal_lets_the_process_print_on():
         os.dup2(kept, 1)
         os.close(kept)
         os.close(descriptor)
+
+
+def test_stopped_run_writes_its_checkpoint_before_its_weights():
+    """Weights are left out if the time is over, and a run resumes without them."""
+    written = list[str]()
+    run = SimpleNamespace(
+        is_started=True,
+        store=SimpleNamespace(path="runs/one"),
+        recorder=SimpleNamespace(activity="sampling", warn=lambda text, batch: None),
+        progress=lambda: "1 of 2 batches finished",
+        ranks=SimpleNamespace(size=2),
+        loop=SimpleNamespace(batch=1),
+        policy=SimpleNamespace(version=1),
+        version=1,
+        write_checkpoint=lambda *, finish: written.append(f"checkpoint, finish={finish}"),
+        record_final=None,
+        write_weights=lambda record: written.append("weights"),
+        resume_command=lambda: "To resume: …",
+    )
+    Training.rescue(cast(Training, run), Interrupted(signal.SIGTERM), was_asked=True)
+    assert written == ["checkpoint, finish=False", "weights"]

@@ -5,24 +5,38 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 from typing import cast
+from unittest.mock import patch
 
 import pytest
-from ranks import together
+import torch
+from ranks import run_on_ranks, together
 from running import tiny_settings
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import (
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+)
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lagrpo.distributed import ranks
+from lagrpo.distributed import ranks, shared
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.distributed.torchrun import check_ranks, local_size, world_size
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
+from lagrpo.lifecycle import run
 from lagrpo.lifecycle.callbacks import Callback
+from lagrpo.resume import checkpoint
+from lagrpo.resume.checkpoint_files import CheckpointError
+from lagrpo.types import Result
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STARTED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -68,7 +82,7 @@ def be_rank(monkeypatch: pytest.MonkeyPatch):
 
 
 def join() -> None:
-    with ranks.joined("cpu", shard_layers=False):
+    with ranks.joined("cpu", shard_layers=False, timeout=60.0):
         pass
 
 
@@ -210,6 +224,89 @@ def test_signal_ends_the_wait(be_rank, free_port, monkeypatch, rank):
         with pytest.raises(Interrupted) as stop:
             join()
     assert stop.value.signal == signal.SIGINT
+
+
+@pytest.mark.parametrize("first_to_come", [0, 1])
+def test_restarted_ranks_do_not_see_keys_of_the_attempt_before(monkeypatch, first_to_come):
+    monkeypatch.setattr(ranks, "POLL", 0.001)
+    store = HashStore()
+
+    def meet_as(rank: int) -> Store:
+        attempt = ranks.learn_attempt(store, "this process", rank, 2)
+        ranks.wait_for_ranks(store, attempt, "this process", rank, 2)
+        return PrefixStore(attempt, store)
+
+    def meet(order: tuple[int, int]) -> dict[int, Store]:
+        with ThreadPoolExecutor(2) as pool:
+            calls = {rank: pool.submit(meet_as, rank) for rank in order}
+            return {rank: call.result() for rank, call in calls.items()}
+
+    before = meet((0, 1))
+    before[1].set("address", "of a process that has ended")
+    now = meet((first_to_come, 1 - first_to_come))
+    assert not now[0].check(["address"])
+    now[0].set("address", "new")
+    assert now[1].get("address") == b"new"
+
+
+# Files
+
+
+def look_for_file(group: ProcessGroup, directories: list[Path]) -> str:
+    """The error of a rank whose run directory is this one of the directories; "" without one."""
+    with patch.object(shared, "PATIENCE", 0.0):
+        try:
+            shared.check_shared(Ranks(group.rank(), 2, group, group), directories[group.rank()])
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        pytest.param(("a", "a"), "^$", id="shared"),
+        pytest.param(("a", "b"), "rank 1 on .* does not see .*/a of rank 0", id="two disks"),
+    ],
+)
+def test_ranks_must_see_the_same_directory(tmp_path, names, error):
+    (tmp_path / "b").mkdir()
+    directories = [tmp_path / name for name in names]
+    for error_of_rank in run_on_ranks(look_for_file, directories, size=2):
+        assert re.search(error, error_of_rank)
+    assert list(tmp_path.glob("*/.*")) == []
+
+
+def write_part(group: ProcessGroup, directories: list[Path]) -> str:
+    """Writes a checkpoint with one part per rank. Returns the error of this rank; "" without."""
+    path = directories[group.rank()] / "step-000001"
+    ranks_of_group = Ranks(group.rank(), 2, group, group)
+    with patch.object(shared, "PATIENCE", 0.0):
+        try:
+            checkpoint._write(path, ranks_of_group, {"x": torch.ones(3)}, lambda *_: None)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_checkpoint_is_written_if_all_its_parts_are_there(tmp_path):
+    (tmp_path / "b").mkdir()
+    assert run_on_ranks(write_part, [tmp_path / "a"] * 2, size=2) == ["", ""]
+    assert len(list(tmp_path.glob("a/step-000001/*"))) == 2
+    for error in run_on_ranks(write_part, [tmp_path / "c", tmp_path / "b"], size=2):
+        assert "1 of 2 parts" in error
+    assert [*tmp_path.glob("[bc]/*"), *tmp_path.glob("[bc]/.*")] == []
+
+
+def test_collective_that_timed_out_names_the_setting(monkeypatch):
+    monkeypatch.setattr(run, "SECONDS_FOR_TORCHRUN", 0.0)
+
+    def wait() -> Result:
+        raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+    with pytest.raises(RuntimeError) as error:
+        run.run_recorded(wait)
+    assert "distributed.timeout" in error.value.__notes__[0]
 
 
 # Signs of life

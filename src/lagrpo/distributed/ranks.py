@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import struct
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,17 +37,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lagrpo.distributed.torchrun import local_size, world_size
 from lagrpo.interrupts import EndedAtOnce, Interrupted
+from lagrpo.machine import set_own_variable
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import EngineDefaults, Item, Request, SamplingParams
 from lagrpo.rollout.sync_check import ServerCheck
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.types import Group
 
-TIMEOUT = timedelta(hours=1)
-"""Time limit of a collective.
-
-It is longer than a rank may be busy alone, as rank 0 is while servers start or sample a batch.
-"""
 JOIN_TIMEOUT = 600.0  # seconds in which all ranks must have started
 PATIENCE = 5.0  # seconds after which a rank says for whom it waits
 POLL = 0.1  # seconds between two looks
@@ -55,7 +52,6 @@ SILENCE = 20.0  # seconds without a sign of life after which the others name a r
 ANY_OTHER_HOST = "198.51.100.1"  # an address of documentation (RFC 5737): no host has it
 SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
 GONE = "gone"  # the last sign of a rank that has left the run
-_joined = Counter[str]()  # number of times that this process has joined a store, by its address
 logger = logging.getLogger("lagrpo")
 T = TypeVar("T")
 
@@ -139,9 +135,10 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
-    """Connects the processes that torchrun started while the body runs; `shard_layers` for FSDP2.
+def joined(device: str, *, shard_layers: bool, timeout: float) -> Generator[Ranks]:
+    """Connects the processes that torchrun started while the body runs.
 
+    `shard_layers` is for FSDP2. A rank waits `timeout` seconds in a collective, and then fails.
     Raises ConnectionError and TimeoutError if they do not find each other.
     """
     if world_size() == 1:
@@ -151,30 +148,27 @@ def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank = int(os.environ["RANK"])
     size = world_size()
-    # torchrun keeps one store across restarts, with addresses of processes that have ended. Each
-    # attempt has its own names in the store. With several hosts the count of restarts is not used,
-    # because hosts count differently.
-    attempt = "0"
-    if local_size() == size:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    # A second run of one process must not find the addresses of the first.
-    address = f"{host}:{port}"
-    prefix = f"attempt {attempt}, run {_joined[address]}"
-    _joined[address] += 1
-    store = PrefixStore(prefix, open_store(host, port, rank, size))
+    time_limit = timedelta(seconds=timeout)
+    store = open_store(host, port, rank, size)
+    store.set_timeout(time_limit)
+    store = PrefixStore("lagrpo", store)
+    attempt = learn_attempt(store, f"{host}:{port}", rank, size)
+    attempt_store = PrefixStore(attempt, store)
     # A connection that no collective waits in.
-    watch = Watch(store.clone(), rank, size)  # pyright: ignore
-    wait_for_ranks(store, address, rank, size)
+    watch = Watch(attempt_store.clone(), rank, size)  # pyright: ignore
+    wait_for_ranks(store, attempt, f"{host}:{port}", rank, size)
     watch.start()
     if local_size() != size:
         choose_interface(host, port)
 
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(
+        backend, store=attempt_store, rank=rank, world_size=size, timeout=time_limit
+    )
     group = dist.group.WORLD
-    objects = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    objects = dist.new_group(backend="gloo", timeout=time_limit)
     assert group is not None
     mesh = make_mesh(group, device) if shard_layers else None
     try:
@@ -212,7 +206,6 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
     store = call_in_thread(connect)
     wait_until(store.done, lambda: f"an answer of {host}:{port}")
     try:
-        store.result().set_timeout(TIMEOUT)
         return store.result()
     except dist.DistError as error:
         advice = "set MASTER_PORT to a free port, and start each rank once"
@@ -230,9 +223,9 @@ def choose_interface(host: str, port: int) -> None:
     interface = interface_to(host, port)
     if interface is None:
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    set_own_variable("GLOO_SOCKET_IFNAME", interface)
     # Without "=", NCCL takes all interfaces whose names begin so.
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    set_own_variable("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def interface_to(host: str, port: int) -> str | None:
@@ -304,22 +297,63 @@ def answers(host: str, port: int) -> bool:
     return True
 
 
-def wait_for_ranks(store: Store, address: str, rank: int, size: int) -> None:
-    """Waits until all ranks have come to this point.
+def learn_attempt(store: Store, address: str, rank: int, size: int) -> str:
+    """Returns the name of this attempt to run, the same on all ranks.
+
+    torchrun may keep one store across restarts, with the keys of processes that have ended, and
+    hosts count restarts differently. So rank 0 draws a name, and `wait_for_ranks` tells it to every
+    process that asks. Each process asks under a random name: it cannot read an older answer.
+
+    Raises TimeoutError if rank 0 does not come in time, and ConnectionError if the store is gone.
+    """
+    own_name = secrets.token_hex(8)
+    if rank == 0:
+        return own_name
+    key = f"attempt of {own_name}"
+    with naming_server(address):
+        store.set(f"name of rank {rank}", own_name)
+        wait_until(lambda: store.check([key]), lambda: f"rank 0 (WORLD_SIZE = {size}) at {address}")
+        return store.get(key).decode()
+
+
+def wait_for_ranks(store: Store, attempt: str, address: str, rank: int, size: int) -> None:
+    """Waits until all ranks of this attempt have come to this point.
 
     Raises TimeoutError if some do not come in time, and ConnectionError if the store is gone.
     """
+    attempt_store = PrefixStore(attempt, store)
     keys = [f"rank {number}" for number in range(size)]
-    store.set(keys[rank], "here")
+
+    def find_missing() -> list[int]:
+        if attempt_store.check(keys):
+            return []
+        return [number for number, key in enumerate(keys) if not attempt_store.check([key])]
+
+    def all_are_here() -> bool:
+        missing = find_missing()
+        if rank == 0:
+            for number in missing:
+                name_key = f"name of rank {number}"
+                if store.check([name_key]):
+                    store.set(f"attempt of {store.get(name_key).decode()}", attempt)
+        return not missing
 
     def describe() -> str:
-        missing = [key for key in keys if not store.check([key])]
+        missing = [keys[number] for number in find_missing()]
         shown = ", ".join(missing[:8])
         more = " and others" if len(missing) > 8 else ""
         return f"{shown}{more} (WORLD_SIZE = {size}) at {address}"
 
+    with naming_server(address):
+        attempt_store.set(keys[rank], "here")
+        wait_until(all_are_here, describe)
+
+
+@contextmanager
+def naming_server(address: str) -> Generator[None]:
+    """Raises ConnectionError if the process that serves the store has ended."""
     try:
-        wait_until(lambda: store.check(keys), describe)
+        yield
     except dist.DistError as error:
         raise ConnectionError(f"the process that serves {address} has ended") from error
 

@@ -22,6 +22,7 @@ from lagrpo import logs
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.distributed.ranks import Ranks, joined
+from lagrpo.distributed.shared import check_shared
 from lagrpo.distributed.torchrun import check_ranks, local_size
 from lagrpo.errors import as_settings_error, without_own_frames
 from lagrpo.interrupts import Interrupted, interruptible
@@ -61,6 +62,9 @@ DryRun = bool | Literal["measure"]
 
 SECONDS_FOR_TORCHRUN = 5.0
 """Seconds that torchrun has to see the end of another rank, before a rank that lost it ends."""
+TIMEOUT_ADVICE = (
+    "Another rank did not come within distributed.timeout. If it was busy, set more seconds."
+)
 FAILURES = (
     RewardError,
     WeightSyncError,
@@ -218,13 +222,15 @@ def run_in_process(
 @contextmanager
 def set_up(settings: Settings, device: str, resume: str | None = None) -> Generator[Ranks]:
     """Sets this process up inside, with its threads and signals. Yields it among the ranks."""
+    distributed = settings.distributed
     threads = choose_threads(recorded_threads(settings, resume), local_size())
-    shard_layers = settings.distributed.strategy == "fsdp2"
     with (
         interruptible(),
         freed_memory_kept(),
         fixed_threads(threads),
-        joined(device, shard_layers=shard_layers) as ranks,
+        joined(
+            device, shard_layers=distributed.strategy == "fsdp2", timeout=distributed.timeout
+        ) as ranks,
     ):
         yield ranks
 
@@ -268,7 +274,9 @@ def run_recorded(run_this_rank: Callable[[], Result]) -> Result:
     def run() -> Result:
         try:
             return run_this_rank()
-        except RuntimeError:
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                error.add_note(TIMEOUT_ADVICE)
             # Gloo and NCCL raise it within milliseconds after another rank has ended. torchrun
             # looks every .1 s: of two ranks that end between two looks, it takes the lower number
             # for the first. It ends this wait as soon as it has seen the other rank.
@@ -294,6 +302,8 @@ def run_rank(
     `arguments` are names of the arguments of `train` that its settings cannot hold.
     """
     directory = ranks.on_rank0(lambda: find_run(settings, resume))
+    with as_settings_error("run.output_dir"):
+        check_shared(ranks, directory or Path(settings.run.output_dir))
     with (
         # Rank 0 shows records in its display.
         nullcontext() if ranks.is_first else logs.shown_by(logs.print_line, logging.WARNING),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lagrpo.data.fingerprint import Digests, check_visited
 from lagrpo.distributed.ranks import Ranks
+from lagrpo.distributed.shared import wait_for
 from lagrpo.errors import SettingsError, as_settings_error, describe_error
 from lagrpo.model.chat import Chat
 from lagrpo.resume.checkpoint_files import (
@@ -178,14 +179,37 @@ def _write(
         scratch.mkdir(parents=True, exist_ok=True)
         _save_tensors(trainer_state, own_file)
         digests = dict(ranks.gather((own_file.name, digest_file(own_file))))
-        if ranks.is_first:
+
+        def publish() -> None:
+            check_parts(scratch, digests)
             fill(scratch, digests)
             files.write_directory_atomically(path, scratch.replace)
+
+        ranks.on_rank0(publish)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(
             f"the checkpoint {path} could not be written: {describe_error(error)}"
         ) from error
+
+
+def check_parts(directory: Path, digests: Mapping[str, FileDigest]) -> None:
+    """Raises CheckpointError if a file that a rank has written is not in this host's directory."""
+
+    def find_missing() -> list[str]:
+        return [
+            name
+            for name, digest in digests.items()
+            if not (directory / name).is_file()
+            or (directory / name).stat().st_size != digest["bytes"]
+        ]
+
+    if not wait_for(lambda: not find_missing()):
+        missing = find_missing()
+        raise CheckpointError(
+            f"{len(missing)} of {len(digests)} parts are not here, such as {missing[0]}: "
+            "the ranks do not share this directory"
+        )
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
