@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,13 +39,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lagrpo.core.recipes import resolve
 from lagrpo.distributed.ranks import make_mesh
 from lagrpo.errors import SettingsError
-from lagrpo.model.model import Policy, copy_policy
+from lagrpo.model.model import Policy, copy_policy, sample_weights
 from lagrpo.model.stored import StoredWeights
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build import build_trainer
 from lagrpo.startup.build_policy import build_policy, check_same_model
 from lagrpo.training.entropy import EntropyTerm
-from lagrpo.training.fsdp import copy_sharded
+from lagrpo.training.fsdp import ShardedWeights, copy_sharded, copy_whole
 from lagrpo.training.trainer import Optimization, Trainer
 
 
@@ -206,6 +207,50 @@ def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
 
 
 # Weights that every rank reads from files
+
+
+class Synced(NamedTuple):
+    """A whole copy on a rank after a weight sync."""
+
+    reads: int
+    weights: int
+    has_sample_of_copy: bool
+    stale: list[str]
+    stale_after_change: list[str]
+
+
+def sync_whole_copy(group: ProcessGroup) -> Synced:
+    """Makes the parts of a weight sync. Then a number of a row of rank 0 changes on rank 1."""
+    trainer = make_layered(group, "bfloat16")
+    weights = trainer.policy.weights
+    whole = copy_whole(trainer.policy, trainer.skeleton, trainer.policy.model.backend)
+    read = ShardedWeights.__getitem__
+    with (
+        patch.object(ShardedWeights, "__getitem__", autospec=True, side_effect=read) as reading,
+        patch("lagrpo.model.model.SAMPLE", 100),
+    ):
+        whole.load(weights, 1)
+        sample = sample_weights(weights)
+        stale = weights.find_stale(whole.weights)
+        sample_of_copy = sample_weights(whole.weights)
+    if group.rank() == 1:
+        with torch.no_grad():
+            next(iter(whole.model.parameters())).view(-1)[0] += 1
+    return Synced(
+        reads=reading.call_count,
+        weights=len(weights),
+        has_sample_of_copy=all(map(torch.equal, sample, sample_of_copy)),
+        stale=stale,
+        stale_after_change=weights.find_stale(whole.weights),
+    )
+
+
+def test_weight_sync_gathers_once_and_finds_a_changed_copy(ranks):
+    for rank, synced in enumerate(ranks.run(sync_whole_copy)):
+        assert synced.reads == synced.weights
+        assert synced.has_sample_of_copy
+        assert synced.stale == []
+        assert len(synced.stale_after_change) == (rank == 1)
 
 
 def save(

@@ -31,6 +31,10 @@ from lagrpo.model.lora import A, B, adapted, save_adapter
 
 # A weight sync counts changes in about this many weights.
 SAMPLE = 2**20
+SUMMED_AT_ONCE = 2**22
+"""Numbers that `checksum` multiplies at once: 32 MiB of products."""
+GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 divided by the golden ratio, as a signed number: a factor that spreads bits."""
 
 
 class Weights(Mapping[str, Tensor]):
@@ -78,6 +82,14 @@ class Weights(Mapping[str, Tensor]):
         for name, tensor in self.items():
             tensor.copy_(weights[name])
         self.version = version
+
+    def every_nth(self, name: str, n: int) -> Tensor:
+        """Returns a copy of the numbers 0, n, 2n, … of a weight, flat."""
+        return self[name].reshape(-1)[::n].clone()
+
+    def find_stale(self, copied: Weights) -> list[str]:
+        """Returns the names of weights of a whole copy of this model that are not these weights."""
+        return copied.differing(self)
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
         """Returns the names of weights whose bits differ from `weights`."""
@@ -366,14 +378,18 @@ def copy_policy(policy: Policy) -> Policy:
 # Comparing versions
 
 
+def as_integers(tensor: Tensor) -> Tensor:
+    """Returns a view of the bits of a tensor."""
+    integer_dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integer_dtypes[tensor.element_size()])
+
+
 def count_differing(one: Tensor, other: Tensor) -> int | Tensor:
     """Returns how many numbers of two tensors differ in their bits.
 
     On a GPU the result is a tensor, for which nothing waits.
     """
-    integer_dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    integer_dtype = integer_dtypes[one.element_size()]
-    differs = one.view(integer_dtype) != other.view(integer_dtype)
+    differs = as_integers(one) != as_integers(other)
     if differs.device.type == "cpu":
         # NumPy counts bytes several times as fast as PyTorch does on a CPU.
         return int(np.count_nonzero(differs.numpy()))
@@ -381,15 +397,32 @@ def count_differing(one: Tensor, other: Tensor) -> int | Tensor:
 
 
 @torch.no_grad()
-def sample_weights(weights: Mapping[str, Tensor]) -> list[Tensor]:
+def checksum(tensor: Tensor) -> Tensor:
+    """Returns a sum over the bits of a tensor, each with a factor of its position: int64 [].
+
+    Odd factors let no change of one number get lost. Of larger changes one in 2^64 is not seen.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    start = 0
+    for numbers in as_integers(tensor.contiguous()).reshape(-1).split(SUMMED_AT_ONCE):
+        factors = torch.arange(start, start + len(numbers), device=tensor.device)
+        factors = factors * GOLDEN_RATIO
+        factors = (factors ^ (factors >> 29)) * GOLDEN_RATIO | 1
+        total += (numbers * factors).sum()
+        start += len(numbers)
+    return total
+
+
+@torch.no_grad()
+def sample_weights(weights: Weights) -> list[Tensor]:
     """Returns a copy of every n-th weight of each parameter, about SAMPLE in all."""
-    num_weights = sum(weight.numel() for weight in weights.values())
+    num_weights = sum(shape.numel() for shape in weights.shapes().values())
     # An odd stride visits every column of a matrix whose width is a power of two.
     stride = max(1, num_weights // SAMPLE) | 1
-    return [weight.reshape(-1)[::stride].clone() for weight in weights.values()]
+    return [weights.every_nth(name, stride) for name in weights]
 
 
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
+def fingerprint(weights: Weights) -> str:
     """Returns a digest that tells versions of a model's weights apart, by a sample of them."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in zip(weights, sample_weights(weights), strict=True):

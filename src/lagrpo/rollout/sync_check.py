@@ -156,7 +156,7 @@ class LocalCheck:
         """
         check_version(policy, self.sampler.version)
         where = f"version {policy.version}"
-        stale_names = self.sampler.policy.weights.differing(policy.weights)
+        stale_names = policy.weights.find_stale(self.sampler.policy.weights)
         if stale_names:
             raise WeightSyncError(
                 f"{where}: the local sampler has stale weights: {len(stale_names)} weights, "

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, cast
 
@@ -28,7 +29,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lagrpo.model.backend import Backend
-from lagrpo.model.model import Model, Packed, Policy, Weights, check_weights
+from lagrpo.model.model import (
+    Model,
+    Packed,
+    Policy,
+    Weights,
+    check_weights,
+    checksum,
+    count_differing,
+)
 from lagrpo.model.stored import StoredWeights
 from lagrpo.training.master_weights import EXACT, MasterWeights, Span, Start, fill_master
 
@@ -198,12 +207,16 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def local_rows(sharded: DTensor) -> tuple[int, int]:
-    """Returns the first row of a weight that this rank has, and the row after its last one.
+    """Returns the first row of a weight that this rank has, and the row after its last one."""
+    return rows_of_rank(sharded, sharded.device_mesh.get_local_rank())
+
+
+def rows_of_rank(sharded: DTensor, rank: int) -> tuple[int, int]:
+    """Returns the first row of a weight that a rank has, and the row after its last one.
 
     Every rank has the same number of rows, rounded up; the last ranks have fewer, or none.
     """
     num_ranks = sharded.device_mesh.size()
-    rank = sharded.device_mesh.get_local_rank()
     rows = sharded.shape[0]
     rows_per_rank = -(-rows // num_ranks)
     return min(rank * rows_per_rank, rows), min((rank + 1) * rows_per_rank, rows)
@@ -256,6 +269,57 @@ class ShardedWeights(Weights):
         rounded: Any = self.shards[name].detach().to(self._dtype)
         return rounded.full_tensor()
 
+    @torch.no_grad()
+    def every_nth(self, name: str, n: int) -> Tensor:
+        """Returns a copy of the numbers 0, n, 2n, … of a weight, flat. Only these travel."""
+        if name not in self.shards:
+            return super().every_nth(name, n)
+        sharded = self.shards[name]
+        mesh = sharded.device_mesh
+        width = sharded.shape.numel() // sharded.shape[0]
+        # The numbers 0, n, … before the first row of each rank, and before the end of the weight.
+        firsts = [-(-rows_of_rank(sharded, rank)[0] * width // n) for rank in range(mesh.size())]
+        firsts.append(-(-sharded.shape.numel() // n))
+        lengths = [stop - first for first, stop in pairwise(firsts)]
+        rank = mesh.get_local_rank()
+        own_start = firsts[rank] * n - rows_of_rank(sharded, rank)[0] * width
+        own_numbers = local_shard(sharded).reshape(-1)[own_start::n].to(self._dtype)
+        # Ranks exchange equal lengths.
+        padded = own_numbers.new_zeros(max(lengths))
+        padded[: len(own_numbers)] = own_numbers
+        parts = gather_equal(padded, mesh)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @torch.no_grad()
+    def find_stale(self, copied: Weights) -> list[str]:
+        """Returns the names of weights of this rank's whole copy that are not these weights.
+
+        Every rank sums up its own rows, and all compare these sums with the rows of their copies.
+        """
+        mesh = next(iter(self.shards.values())).device_mesh
+        own_sums = [
+            checksum(local_shard(sharded).to(self._dtype)) for sharded in self.shards.values()
+        ]
+        sums_by_rank = gather_equal(torch.stack(own_sums), mesh)
+        whole = dict(copied.items())
+        sums_of_copy: list[Tensor] = []
+        for rank in range(mesh.size()):
+            sums_of_rank: list[Tensor] = []
+            for name, sharded in self.shards.items():
+                first_row, stop_row = rows_of_rank(sharded, rank)
+                sums_of_rank.append(checksum(whole[name][first_row:stop_row]))
+            sums_of_copy.append(torch.stack(sums_of_rank))
+        sums_RN = torch.stack(sums_by_rank).cpu()
+        sums_of_copy_RN = torch.stack(sums_of_copy).cpu()
+        stale_names: list[str] = []
+        for index, name in enumerate(self.shards):
+            if not torch.equal(sums_RN[:, index], sums_of_copy_RN[:, index]):
+                stale_names.append(name)
+        for name in self:
+            if name not in self.shards and count_differing(self[name], whole[name]):
+                stale_names.append(name)
+        return stale_names
+
     def shapes(self) -> dict[str, torch.Size]:
         shapes: dict[str, torch.Size] = {}
         for name in self:
@@ -284,6 +348,13 @@ class ShardedWeights(Weights):
                 span = local_span(name, self.shards[name])
                 shard.copy_(span.select(weights[name]).view(shard.shape))
         self.version = version
+
+
+def gather_equal(values: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+    """Returns the values of all ranks, which have the same shape. Collective."""
+    parts = [torch.empty_like(values) for _ in range(mesh.size())]
+    dist.all_gather(parts, values, group=mesh.get_group())  # pyright: ignore
+    return parts
 
 
 def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
