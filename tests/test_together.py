@@ -3,18 +3,21 @@ fails."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from chaos import KINDS, Sections, leaves, merged
-from ranks import RankEndError, together
+from ranks import RankEndError, call_on_ranks, together
 from running import SendSignal, options, tiny_settings, without_timings
 from safetensors.torch import load_file
 from test_resume import cut_to
@@ -22,11 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lagrpo import Callback, cli, train
+from lagrpo.lifecycle.evaluation import evaluate_model
 from lagrpo.lifecycle.run import Result
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.resume.checkpoint_files import find_checkpoint
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_events, load_metrics, load_rollouts
+from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.startup import build_policy
 from lagrpo.types import JsonObject
@@ -321,3 +326,25 @@ def load_another_model(rank: int) -> tuple[()]:
 def test_ranks_with_different_models_are_rejected(settings):
     for error in together(2, settings("run"), load_another_model):
         assert "SettingsError: model.path: model weights differ between ranks 0 and 1" in str(error)
+
+
+def evaluate_as_rank(settings: JsonObject) -> tuple[list[JsonObject], int, str]:
+    """The records of `lagrpo eval`, the number of prompts of this rank, and its output."""
+    sample = LocalSampler.sample
+    with (
+        patch.object(LocalSampler, "sample", autospec=True, side_effect=sample) as sampling,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        evaluation = evaluate_model(load_settings(settings))
+    return evaluation.records, len(sampling.call_args.args[1]), out.getvalue()
+
+
+def test_ranks_share_an_evaluation_and_rank_0_writes_it(model, tmp_path):
+    sections = {"eval": {"num_prompts": 3, "num_samples": 2}}
+    records, prompts, text = evaluate_as_rank(tiny_settings(model, tmp_path / "alone", **sections))
+    results = call_on_ranks(2, evaluate_as_rank, tiny_settings(model, tmp_path / "two", **sections))
+    assert prompts == 3
+    assert [result[:2] for result in results] == [(records, 2), (records, 1)]
+    assert [bool(result[2]) for result in results] == [True, False]
+    assert text.splitlines()[:-1] == results[0][2].splitlines()[:-1]  # the last has the path
+    assert len(list(tmp_path.glob("two/*"))) == len(list(tmp_path.glob("alone/*"))) == 1

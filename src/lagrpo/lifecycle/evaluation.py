@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,18 +27,19 @@ from lagrpo.core.estimators import (
     pass_at_k,
 )
 from lagrpo.cpu.memory import freed_memory_kept
-from lagrpo.distributed.ranks import Ranks
+from lagrpo.distributed.ranks import Ranks, joined
+from lagrpo.distributed.torchrun import check_ranks, local_size, world_size
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.logs import print_text, redact_values
 from lagrpo.machine import choose_threads, fixed_threads
+from lagrpo.model.backend import pick_device
 from lagrpo.model.embedded import is_adapter
 from lagrpo.model.model import Policy
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import NOT_SCORED, Rewards
 from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
-from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.runs.directory import BEST, Run, check_writable, plain_name
 from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
 from lagrpo.runs.files import read_json_object, to_json, write_atomically, write_table
@@ -46,15 +48,16 @@ from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.startup.build_engines import (
+    build_served_engine,
     build_weight_check,
     sampler_of_policy,
     sampling_params,
     start_servers,
     wait_for_shared_gpu,
 )
-from lagrpo.startup.build_policy import build_policy
+from lagrpo.startup.build_policy import build_policy, check_same_model, with_start
 from lagrpo.startup.build_tasks import load_tasks, set_up_tasks
-from lagrpo.startup.checks import check_evaluation
+from lagrpo.startup.checks import check_evaluation, check_server_gpus
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, count_reasons, formatted_interval, unscored_text
 from lagrpo.training.sampling import TaskSetup, share
@@ -470,7 +473,8 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
     """Evaluates a model on the test prompts of a task, and prints the summary.
 
     `task` replaces settings.task. Writes the summary and one record per prompt to run.output_dir.
-    Raises SettingsError, and RewardError if too many completions could not be scored.
+    Under torchrun each rank has its share of the prompts; rank 0 prints and writes. Raises
+    SettingsError, and RewardError if too many completions could not be scored.
     """
     check_evaluation(settings, task)
     rollout = settings.rollout
@@ -483,31 +487,23 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
         raise SettingsError(
             "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
         )
+    device = pick_device().type
+    check_ranks(device)
+    if world_size() > 1:
+        check_server_gpus(settings)
     task = load_tasks(settings, task)[MAIN_TASK]
     with as_settings_error("run"):
         output = _choose_output(settings, task.name)
         check_writable(output)
-    with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
-        reply_tokens = max_reply_tokens(settings, task)
-        # Servers take minutes to start: everything that is cheap to check came first.
-        servers = start_servers(settings, reply_tokens, stack)
-        wait_for_shared_gpu(settings, servers)
-        _print_progress(f"loading {settings.model.path} …")
-        longest = settings.max_sequence_length + reply_tokens
-        policy = build_policy(settings.model, rollout.temperature, longest)
-        setup = set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
-        if servers:
-            engine = build_engine(settings, policy, servers, sampling_params(settings))
-            stack.callback(engine.close)
-            engine.sync_weights(policy.weights, policy.version)
-            check_weights = build_weight_check(policy, setup.prompts, engine)
-            check_weights(policy)
-        else:
-            engine = sampler_of_policy(settings, policy)
-        sampled_by = ", ".join(map(str, servers)) or "this process"
-        _print_progress(f"computation: {policy.model.computation}; sampling: {sampled_by}")
-        eval_set = build_eval_set(settings, setup, EvalSetSettings(name="only"))
-        evaluation = evaluate(eval_set, engine)
+    with (
+        freed_memory_kept(),
+        fixed_threads(choose_threads(ranks=local_size())),
+        joined(device, shard_layers=False, timeout=settings.distributed.timeout) as ranks,
+        ExitStack() as stack,
+    ):
+        evaluation = _evaluate_as_rank(settings, task, ranks, stack)
+    if not ranks.is_first:
+        return evaluation
     for text in evaluation.warnings:
         logger.warning("%s", text)
     summary = {
@@ -520,6 +516,38 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
     write_atomically(output / "summary.json", to_json(summary) + "\n")
     _print_summary(summary, output)
     return evaluation
+
+
+def _evaluate_as_rank(settings: Settings, task: Task, ranks: Ranks, stack: ExitStack) -> Evaluation:
+    """Builds the model and what samples, and evaluates together with the other ranks. Collective.
+
+    `stack` ends the processes.
+    """
+    rollout = settings.rollout
+    show = _print_progress if ranks.is_first else (lambda _: None)
+    reply_tokens = max_reply_tokens(settings, task)
+    # Servers take minutes to start: everything that is cheap to check came first.
+    servers = start_servers(settings, reply_tokens, stack) if ranks.is_first else []
+    ranks.on_rank0(partial(wait_for_shared_gpu, settings, servers))
+    show(f"loading {settings.model.path} …")
+    longest = settings.max_sequence_length + reply_tokens
+    policy = build_policy(settings.model, rollout.temperature, longest)
+    policy = with_start(policy, None, ranks)
+    check_same_model(ranks, policy)
+    setup = set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
+    if rollout.uses_vllm:
+        engine = build_served_engine(settings, policy, servers, sampling_params(settings), ranks)
+        stack.callback(engine.close)
+        engine.sync_weights(policy.weights, policy.version)
+        check_weights = build_weight_check(policy, setup.prompts, engine)
+        check_weights(policy)
+    else:
+        engine = sampler_of_policy(settings, policy)
+    this_side = "this process" if ranks.size == 1 else f"{ranks.size} processes"
+    sampled_by = ", ".join(map(str, servers)) or this_side
+    show(f"computation: {policy.model.computation}; sampling: {sampled_by}")
+    eval_set = build_eval_set(settings, setup, EvalSetSettings(name="only"))
+    return evaluate(eval_set, engine, ranks)
 
 
 def _print_progress(text: str) -> None:

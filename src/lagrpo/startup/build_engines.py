@@ -101,6 +101,17 @@ def build_sampler(
             continues_completions=schedule.continues_completions,
             longest_prompt=longest_prompt,
         )
+    return build_served_engine(settings, policy, servers, params, ranks)
+
+
+def build_served_engine(
+    settings: Settings,
+    policy: Policy,
+    servers: Sequence[VllmClient],
+    params: SamplingParams,
+    ranks: Ranks,
+) -> RolloutEngine:
+    """Returns the engine over the vLLM servers of rank 0. Collective."""
     engine = build_engine(settings, policy, servers, params) if ranks.is_first else None
     if engine is None or ranks.size > 1:
         return FirstRankSampler(ranks, engine)
