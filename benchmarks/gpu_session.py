@@ -1,8 +1,8 @@
 """A few minutes on a GPU, used for what is worth most: probes, tests and benchmarks.
 
-python benchmarks/gpu_session.py                    # 540 seconds at most
+python benchmarks/gpu_session.py                    # the steps of FIRST: 580 seconds at most
 python benchmarks/gpu_session.py --seconds 300
-python benchmarks/gpu_session.py --only kernels agree
+python benchmarks/gpu_session.py --only bench trl   # other steps, by name
 python benchmarks/gpu_session.py --dry-run          # the steps and their limits
 python benchmarks/gpu_session.py --quick            # tiny sizes, also on a CPU, without the tests
 
@@ -14,11 +14,12 @@ build/gpu-session, and are written as they come:
     session.log       everything that the steps printed
     gpu-probes.json   the numbers of the probes
     gpu.md            the table of bench_gpu.py, and in inexact/ that with LAGRPO_EXACT=0
-    training.md       the table of gpu_training.py: runs of the embedded model
+    training.md       the table of gpu_training.py: runs of the embedded model; in small/ that of
+                      a model of half a megabyte
     trl-gpu.md        the tables of bench_trl.py
 
-The last steps are left out if the time is over. To use a quarter of an hour, start it a second time
-with `--only training trl`. `make measure-gpu` has more time: it runs everything, with a log for
+The limits of the steps of FIRST add up to less than the time of a call on a lent machine. `make
+measure-gpu` has more time: it runs everything, with a log for
 each step. The step `training` needs GSM8K in LAGRPO_DATA, `trl` needs TRL in this Python, and both
 need the embedded model.
 """
@@ -46,7 +47,11 @@ from measure_gpu import (
 RESULTS = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-session")
 # A step that would have less time than this is left out.
 SHORTEST = 20.0
+# The steps that run without --only.
+FIRST = ("small", "peak", "kernels", "tests", "ranks", "agree", "learn", "decode")
 CPU_STEPS = (
+    "small",
+    "ranks",
     "peak",
     "learn",
     "learn-torch",
@@ -72,6 +77,9 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         *("--contexts", "512", "--long-context", "0"),
     )
     training = (sys.executable, str(benchmarks / "gpu_training.py"), *options)
+    small = (*training, "--results", str(results / "small"))
+    small += ("--only", "small", "--model", str(ROOT / "experiments" / "small" / "model"))
+    small += ("--seconds", "55")
     compare = (sys.executable, str(benchmarks / "bench_trl.py"), *options)
     # Both sides in this Python, and only the reward that leaves no group without a signal.
     peer = ("--peer", sys.executable)
@@ -82,24 +90,31 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
     # Eight processes compile kernels side by side.
     pytest = (sys.executable, "-m", "pytest", "-n", "8", "-v", "--tb", "short")
     # The session's timeout is shorter than the step's, so that there is a summary.
-    tests = (*pytest, "--session-timeout", "170", "-m", "gpu or triton", *files)
+    tests = (*pytest, "--session-timeout", "150", "-m", "gpu or triton", *files)
     # Without the kernels: what users get where Triton does not work.
     torch_tests = ("env", "LAGRPO_KERNELS=torch", *pytest, "--session-timeout", "50", "-m", "gpu")
+    # Ranks by NCCL: one on a GPU, two on two GPUs. The same on a CPU, by Gloo.
+    marker = "not gpu" if quick else "gpu"
+    ranks_file = str(ROOT / "tests" / "test_gpu_ranks.py")
+    ranks = (sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", marker, ranks_file)
     return [
+        # Does a run work from start to end, at v = 1 and v = 10?
+        Step("small", 60, small),
         # Is the GPU as fast as it should be?
-        Step("peak", 90, (*probe, "peak")),
+        Step("peak", 40, (*probe, "peak")),
         # Do the kernels run, and how fast?
-        Step("kernels", 90, (*own, "kernels")),
+        Step("kernels", 70, (*own, "kernels")),
         # Are they right, compiled and in bfloat16?
-        Step("tests", 200, tests),
+        Step("tests", 170, tests),
+        Step("ranks", 60, ranks),
         Step("tests-torch", 60, (*torch_tests, files[0])),
         # Where the time of an update goes; and what the kernels gain.
-        Step("learn", 90, (*probe, "learn")),
+        Step("learn", 60, (*probe, "learn")),
         Step("learn-torch", 90, (*own, "learn-torch")),
         # Tokens/s of the sampler by rows.
-        Step("decode", 180, (*own, "decode")),
+        Step("decode", 60, (*own, "decode")),
         # Is the importance ratio exactly 1?
-        Step("agree", 100, (*own, "agree")),
+        Step("agree", 60, (*own, "agree")),
         Step("rows", 45, (*probe, "rows")),
         Step("rows-no-split", 45, (*probe, "rows-no-split")),
         Step("attention", 45, (*probe, "attention")),
@@ -120,9 +135,12 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
 
 def main() -> None:
     parser = make_parser(__doc__, steps(RESULTS, quick=False), RESULTS)
-    parser.add_argument("--seconds", type=float, default=540, help="for all steps together")
+    parser.add_argument("--seconds", type=float, default=580, help="for all steps together")
     options = parser.parse_args()
-    selected = choose_steps(steps(options.results, quick=options.quick), options, CPU_STEPS)
+    all_steps = steps(options.results, quick=options.quick)
+    if not options.only:
+        all_steps = [step for step in all_steps if step.name in FIRST]
+    selected = choose_steps(all_steps, options, CPU_STEPS)
     check_packages()
     outcomes = run_session(selected, options.results, options.seconds)
     sys.exit(any(outcome != "done" for outcome in outcomes.values()))

@@ -2,6 +2,7 @@
 
 python benchmarks/gpu_training.py                    # four runs, 200 seconds at most
 python benchmarks/gpu_training.py --only demo --seconds 900
+python benchmarks/gpu_training.py --only small --model experiments/small/model    # no conversion
 python benchmarks/gpu_training.py --quick            # tiny runs, also on a CPU
 python benchmarks/gpu_training.py --help
 
@@ -74,7 +75,13 @@ GSM8K = Task(
         "eval.num_samples": 4,
     },
 )
-TASKS = {task.file: task for task in (DEMO, GSM8K)}
+# Sums of three digits by a model of half a megabyte, which needs no conversion.
+SMALL = Task(
+    "experiments/small/base.toml",
+    0.4,
+    {"model.dtype": "auto", "schedule.batches": 40, "eval.num_prompts": 100},
+)
+TASKS = {"demo": DEMO, "gsm8k": GSM8K, "small": SMALL}
 ALL_RUNS: dict[str, object] = {
     # Files that nobody reads.
     "checkpoint.save_total_limit": 0,
@@ -107,7 +114,7 @@ class Trained:
 
 def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
-    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=["demo", "gsm8k"])
     parser.add_argument("--seconds", type=float, default=200, help="for all runs together")
     options = parser.parse_args()
     if options.quick:
@@ -208,8 +215,9 @@ def write(trained: Sequence[Trained], options: argparse.Namespace, load: Load) -
     if os.environ.get("LAGRPO_KERNELS"):
         report.text(f"LAGRPO_KERNELS = {os.environ['LAGRPO_KERNELS']}.")
     report.table("Runs", [row(trained_run) for trained_run in trained])
+    tasks = {task.file: task for task in TASKS.values()}
     for name in dict.fromkeys(trained_run.task for trained_run in trained):
-        settings = choose_settings(TASKS[name], SYNC_EVERY[0], quick=options.quick)
+        settings = choose_settings(tasks[name], SYNC_EVERY[0], quick=options.quick)
         del settings["schedule.sync_every"]
         words = ", ".join(f"{setting} = {value}" for setting, value in settings.items())
         report.text(f"`lagrpo train {name}` with {words}.")

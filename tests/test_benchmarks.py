@@ -198,3 +198,16 @@ def test_side_without_a_gpu_has_no_memory_there(
     wire.wait_for_gpu()
 
     assert wire.gpu_peak_bytes() == 0
+
+
+def test_first_steps_of_a_gpu_session_fit_into_a_call(benchmarks_on_path: None, tmp_path: Path):
+    import gpu_session
+
+    steps = {step.name: step for step in gpu_session.steps(tmp_path, quick=False)}
+    first = [steps[name] for name in gpu_session.FIRST]
+    assert next(iter(steps)) == "small", "a run from start to end"
+    assert sum(step.limit for step in first) < 585
+    for step in first:
+        assert [word for word in step.command if word.startswith(str(BENCHMARKS.parent))]
+        for word in step.command:
+            assert not word.startswith(str(BENCHMARKS.parent)) or Path(word).exists(), word
