@@ -127,6 +127,12 @@ EXAMPLES = [
     ),
     Example("env", "report versions and hardware", r"(lagrpo|torch|kernels|dtype) "),
     Example(
+        "check-cluster",
+        "check the ranks of a cluster before a run",
+        note="Here one process. Start it on every node like the run: "
+        "`torchrun … -m lagrpo check-cluster settings.toml`.",
+    ),
+    Example(
         "vllm-serve --help",
         "start a vLLM server for runs to attach to",
         r"usage|MODEL|--port",

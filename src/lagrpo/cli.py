@@ -12,6 +12,7 @@
     lagrpo recipes [NAME]          list the losses, or print one with its code
     lagrpo vllm-serve MODEL        start a vLLM server for runs to attach to
     lagrpo verify RUN              replay a run with plain transformers and report differences
+    lagrpo check-cluster [FILE]    check the ranks of a run under torchrun, before it starts
     lagrpo env                     print versions and hardware, for bug reports
     lagrpo --version
 
@@ -55,8 +56,11 @@ HELP = {"-h", "--help"}
 BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 """Environment variables of tqdm, huggingface_hub and datasets that turn off their progress bars."""
 
-EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")
+EVALUATED = ("run", "model", "task", "rollout", "vllm", "distributed", "eval")
 """Sections that `lagrpo eval` reads."""
+
+CHECKED = ("run", "vllm", "distributed")
+"""Sections that `lagrpo check-cluster` reads."""
 
 UNUSED = (
     "report_to",
@@ -64,6 +68,7 @@ UNUSED = (
     "lora_r",
     "lora_alpha",
     "lora_target_modules",
+    "strategy",
     "num_generations",
     "dynamic_sampling_rounds",
     "on_weight_sync",
@@ -369,6 +374,38 @@ def evaluate(words: list[str]) -> None:
             evaluate_model(settings)
 
 
+@dataclass(frozen=True)
+class CheckCluster:
+    """usage: torchrun … -m lagrpo check-cluster [SETTINGS] [--section.name VALUE …]
+
+    Check all ranks of a run in seconds: that they share run.output_dir, the speed of their
+    exchange, that versions and arithmetic are equal, and the versions of attached vLLM servers
+    (vllm.urls). Prints a line for each check; the exit code is 1 if one fails.
+
+      SETTINGS  TOML file of the run
+    """
+
+    file: str | None = None
+
+
+def check_ranks_of_cluster(words: list[str]) -> None:
+    """Checks the ranks of a run, and exits with the status."""
+    if asks_for_help(words):
+        print_text(help_text(CheckCluster, load_settings(None), CHECKED))
+        return
+    parser = CommandParser()
+    parser.add_argument("file", nargs="?")
+    arguments, changes = read_words(parser, words, list(Settings.model_fields))
+    settings = load_settings(arguments["file"], changes)
+    from lagrpo.lifecycle.check_cluster import check_cluster
+    from lagrpo.lifecycle.run import FAILURES
+
+    with exit_on(*FAILURES):
+        passed = check_cluster(settings)
+    if not passed:
+        sys.exit(1)
+
+
 def trusting(command: str, words: Sequence[str]) -> str:
     """Returns the end of a sentence: type the command with TRUST_OPTION, too."""
     return f"type {typed_command()} {shlex.join([command, *words, TRUST_OPTION])}"
@@ -623,5 +660,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
     "study": study,
+    "check-cluster": check_ranks_of_cluster,
 }
 COMMANDS |= {name: partial(call, name) for name in SIMPLE_COMMANDS}

@@ -133,6 +133,10 @@ class VllmClient:
             return True
         return False
 
+    def get_version(self) -> str:
+        """Returns the version of vLLM, such as 0.32.0."""
+        return self.call("GET", "/version")["version"]
+
     def get_config(self) -> JsonObject:
         """Returns vLLM's configuration: model_config, parallel_config, lora_config …"""
         return self.call("GET", "/server_info?config_format=json")["vllm_config"]
