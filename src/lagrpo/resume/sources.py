@@ -7,6 +7,7 @@ Runs of older versions have digests of functions there, by other names, which ar
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -91,10 +92,13 @@ def find_files(code: object) -> dict[str, Path]:
     root = file.parents[len(modules_below) + is_package]
     files = {_relative(file, root): file}
     for name, other in sorted(sys.modules.items()):
+        # First by texts: nearly all of some thousand modules lie elsewhere.
+        if not _path_of(other).startswith(f"{root}{os.sep}"):
+            continue
         other_file = find_file(other)
         is_same_package = name.partition(".")[0] == package
         is_started = name in ("__main__", "__mp_main__") and not is_same_package
-        if other_file is None or is_started or not other_file.is_relative_to(root):
+        if other_file is None or is_started:
             continue
         if is_same_package or not is_installed(other_file):
             files[_relative(other_file, root)] = other_file
@@ -127,8 +131,16 @@ def find_file(module: object) -> Path | None:
     package = module.__name__.partition(".")[0]
     if package in sys.stdlib_module_names or package == "lagrpo":
         return None
-    file = Path(getattr(module, "__file__", None) or "")
-    return file.absolute() if file.suffix == ".py" and file.is_file() else None
+    file = Path(_path_of(module))
+    return file if file.suffix == ".py" and file.is_file() else None
+
+
+def _path_of(module: object) -> str:
+    """The absolute path of a module's file; empty for an object without a file."""
+    path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+    if not path or path.startswith(os.sep):
+        return path or ""
+    return os.path.abspath(path)
 
 
 def is_installed(file: Path) -> bool:

@@ -10,7 +10,6 @@ Workers must start fast, so neither this module nor its imports may load PyTorch
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import os
@@ -20,10 +19,8 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,6 @@ from lagrpo.errors import one_line
 from lagrpo.interrupts import is_from_signal
 from lagrpo.logs import print_traceback, redact
 from lagrpo.rewards.processes import HEADER
-from lagrpo.rewards.reasons import past_deadline
 from lagrpo.rewards.reward import RewardFunction, RewardKwargs, UnscorableError
 from lagrpo.types import Outcome, OutcomeKind
 
@@ -152,61 +148,13 @@ def call_reward(
                 raise
             values.append(error)
     if any(inspect.isawaitable(value) for value in values):
-        coroutine = _await_all(values, deadline)
-        try:
-            values = asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop()).result()
-        except CancelledError as error:  # a completion may cancel all tasks of the loop
-            values = [error] * len(values)
+        # asyncio would be a quarter of the time that a worker takes to start.
+        from lagrpo.rewards.coroutines import await_all
+
+        values = await_all(values, deadline)
     if list_length is not None:
         values = _split_list(values[0], list_length)
     return [to_outcome(value) for value in values]
-
-
-@cache
-def _get_event_loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of all coroutines of this process. It runs in its own thread.
-
-    In a notebook, the main thread already runs a loop. Clients of servers fail in a loop other than
-    the one that they first ran in, so all calls share this loop.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_run_loop, args=(loop,), name="lagrpo rewards", daemon=True).start()
-    return loop
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        # A task that a reward function starts may stop the loop, or end it by a SystemExit.
-        with suppress(BaseException):
-            loop.run_forever()
-
-
-async def _await_all(values: Sequence[object], deadline: float) -> list[object]:
-    """Awaits all values that can be awaited, concurrently.
-
-    Returns each one's result or exception. Other values are returned as they are.
-    """
-    limited = (_await_value(value, deadline) for value in values)
-    return await asyncio.gather(*limited)
-
-
-async def _await_value(value: object, deadline: float) -> object:
-    if not inspect.isawaitable(value):
-        return value
-    task = asyncio.ensure_future(_result_or_error(value))
-    # Unlike wait_for, this does not wait for a coroutine that refuses to be cancelled.
-    await asyncio.wait([task], timeout=deadline)
-    if task.done():
-        return task.result()
-    task.cancel()
-    return UnscorableError(past_deadline(deadline))
-
-
-async def _result_or_error(awaitable: Awaitable[object]) -> object:
-    try:
-        return await awaitable
-    except BaseException as error:  # noqa: BLE001 - this is not the thread that signals interrupt
-        return error
 
 
 def _split_list(value: object, length: int) -> list[object]:
