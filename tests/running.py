@@ -10,7 +10,10 @@ from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import quick_workers
+
 from lagrpo.lifecycle.callbacks import Callback
+from lagrpo.rewards import processes
 from lagrpo.runs import directory, environment, files, plots
 from lagrpo.settings.load import flatten
 from lagrpo.terminal.display import Display
@@ -38,12 +41,13 @@ def tiny_settings(model: Path, root: Path, /, **sections: Section) -> dict[str, 
 
 
 def skip_curves_and_syncs() -> None:
-    """Runs of this process draw no reward.png, do not wait for the disk, and ask once for git's
-    state and for versions of packages: half of the time of a tiny run."""
+    """Runs of this process draw no reward.png, do not wait for the disk, fork their reward workers,
+    and ask once for git's state and for versions of packages: half of the time of a tiny run."""
     files.sync_to_disk = lambda path: None
     directory.sync_to_disk = files.sync_to_disk
     environment.git_state = cache(environment.git_state)
     environment.package_version = cache(environment.package_version)
+    processes._start = quick_workers.QuickWorker  # pyright: ignore[reportAttributeAccessIssue]
     plots.reward_curve = lambda run_dir: Path(str(run_dir)) / "reward.png"
 
 

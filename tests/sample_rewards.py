@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from lagrpo.rewards.reward import UnscorableError
+from lagrpo.rewards.reward import OURS, PASSED, UnscorableError
 
 
 def act(completion: str, answer: object) -> object:
@@ -138,3 +138,42 @@ class Scaled:
 
 class Derived(Scaled):
     pass
+
+
+def weigh(completion: str, answer: str, w: float = 0.0) -> float:
+    return w
+
+
+def mood(completion: str, answer: str, *, scale: float = 1.0) -> float:
+    return -scale
+
+
+# With environments
+
+
+def never(completion: str, answer: str) -> float:
+    raise AssertionError("the environment gives this reward")
+
+
+def is_five(completion: str, answer: str) -> float:
+    return float(completion == "5")
+
+
+class Everything:
+    """In our signature, with every argument by keyword only: 1 if all are right."""
+
+    def __call__(self, *, completion, answer, prompt=None, row=None, finished=None, num_tokens=0):
+        values = (completion, answer, prompt, row, finished, num_tokens)
+        return float(values == ("5", "5", [{"role": "user", "content": "?"}], {"n": 2}, True, 3))
+
+    async def wait(self, completion: str, **arguments: object) -> float:
+        return float(set(arguments) == set(PASSED[OURS]) - {"completion"})
+
+
+def with_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    return float((solution_str, ground_truth, extra_info) == ("5", "5", {"n": 2}))
+
+
+def with_trl(prompts: list[Any], completions: list[Any], n: list[int], **columns: Any) -> Any:
+    assert n == [2] * len(completions)
+    return [float(messages[0]["content"] == "5") for messages in completions]

@@ -13,15 +13,25 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import quick_workers
 import sample_rewards
 from scoring import make_completion, make_group, outcomes
 
 from lagrpo.interrupts import Interrupted, interruptible
+from lagrpo.rewards import processes
 from lagrpo.rewards.pool import RewardError, RewardPool, count_workers
 from lagrpo.rewards.reasons import depends_on_machine
 from lagrpo.rewards.reward import Reward
 from lagrpo.rewards.worker import call_reward
 from lagrpo.types import Group, Outcome, Prompt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def new_interpreters() -> Iterator[None]:
+    """Workers start as in runs of users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "_start", quick_workers.start_interpreter)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +241,8 @@ def test_too_many_without_a_reward_stop_the_run():
             next(iterator)
         with pytest.raises(RewardError, match="no reward"):
             list(strict.score(sampled()))
-    # 64 completions are 8 groups; some more are sampled until the first have been scored.
-    assert len(seen) < 200
+    # 64 completions are 8 groups; more are sampled until the first have been scored.
+    assert len(seen) < 1000
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from sample_rewards import letters
+from sample_rewards import Everything, is_five, letters, never, with_trl, with_verl
 from test_talking_runs import model as talking_model
 from test_talking_runs import settings
 
 import lagrpo
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import OURS, PASSED, Reward, Rewards
+from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
 from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
 from lagrpo.verify import verify_run
@@ -22,14 +21,6 @@ from lagrpo.verify import verify_run
 model = talking_model  # the fixture
 
 PROMPT = Prompt(0, ({"role": "user", "content": "?"},), "5")
-
-
-def never(completion: str, answer: str) -> float:
-    raise AssertionError("the environment gives this reward")
-
-
-def is_five(completion: str, answer: str) -> float:
-    return float(completion == "5")
 
 
 def completion(outcome: Outcome | None, *turns: str) -> Completion:
@@ -41,26 +32,6 @@ def completion(outcome: Outcome | None, *turns: str) -> Completion:
 
 CUT = Outcome(OutcomeKind.SCORED, 0.0, "cut after 8 turns")
 ANSWERED = Outcome(OutcomeKind.ANSWERED, reason="cut after 6 sampled tokens")
-
-
-class Everything:
-    """In our signature, with every argument by keyword only: 1 if all are right."""
-
-    def __call__(self, *, completion, answer, prompt=None, row=None, finished=None, num_tokens=0):
-        values = (completion, answer, prompt, row, finished, num_tokens)
-        return float(values == ("5", "5", [{"role": "user", "content": "?"}], {"n": 2}, True, 3))
-
-    async def wait(self, completion: str, **arguments: object) -> float:
-        return float(set(arguments) == set(PASSED[OURS]) - {"completion"})
-
-
-def with_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
-    return float((solution_str, ground_truth, extra_info) == ("5", "5", {"n": 2}))
-
-
-def with_trl(prompts: list[Any], completions: list[Any], n: list[int], **columns: Any) -> Any:
-    assert n == [2] * len(completions)
-    return [float(messages[0]["content"] == "5") for messages in completions]
 
 
 def test_answers_with_tools_are_scored_by_every_signature_with_all_arguments():
