@@ -140,7 +140,7 @@ class Derived(Scaled):
     pass
 
 
-def weigh(completion: str, answer: str, w: float = 0.0) -> float:
+def _weigh(completion: str, answer: str, w: float = 0.0) -> float:
     return w
 
 

@@ -10,7 +10,7 @@ import datasets
 import pandas as pd
 import pytest
 from running import tiny_settings
-from sample_rewards import correct, mood, short, weigh
+from sample_rewards import _weigh, correct, mood, short
 
 import lagrpo
 from lagrpo.errors import SettingsError
@@ -70,18 +70,18 @@ def test_data_rewards_and_callbacks_make_a_run(train_arguments, tmp_path, kind):
 
 
 def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(train_arguments):
-    rewards = ["exact", weigh, partial(weigh, w=0.5), lambda completion, answer: 0.25]
+    rewards = ["exact", _weigh, partial(_weigh, w=0.5), lambda completion, answer: 0.25]
     row = load_rollouts(lagrpo.train(data=ROWS, rewards=rewards, **train_arguments).run)[0]
     rewards_by_name = {name: value for name, value in row.items() if name.startswith("reward_")}
     assert rewards_by_name == {
         "reward_exact": 0.0,
-        "rewardweigh_2": 0.0,
-        "rewardweigh_3": 0.5,
+        "reward_weigh_2": 0.0,
+        "reward_weigh_3": 0.5,
         "reward_lambda": 0.25,
     }
 
 
-def test_rewards_haveweights_and_ranges_as_objects_and_as_tables(train_arguments):
+def test_rewards_have_weights_and_ranges_as_objects_and_as_tables(train_arguments):
     rewards = [
         correct,
         lagrpo.Reward(mood, weight=0.2, range=(-1, 1)),
@@ -98,7 +98,7 @@ def test_rewards_haveweights_and_ranges_as_objects_and_as_tables(train_arguments
         "exact": (2.0, (0.0, 1.0)),
     }
     for row in load_rollouts(result.run):
-        assert (row["rewardmood"], row["reward_table"]) == (-1.0, -0.5)
+        assert (row["reward_mood"], row["reward_table"]) == (-1.0, -0.5)
         expected = row["reward_correct"] - 0.2 - 0.25 + 2 * row["reward_exact"]
         assert row["reward"] == pytest.approx(expected)
 
