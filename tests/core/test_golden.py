@@ -1,5 +1,5 @@
-"""Losses and gradients of the rows of commit f16e863 are still what they were: golden.json, made by
-make_golden.py."""
+"""Losses and gradients of the rows of commit f16e863 are still what they were: golden.json, which a
+script computed with that commit (tests/core/make_golden.py in the history)."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,7 @@
 """The rows of the table, whole: what they are made of, what they read, and identities that hold for
 all of them."""
 
+import re
 from dataclasses import replace
 from math import log
 from typing import Any
@@ -20,178 +21,59 @@ NO_FLAT = tensor([False] * 7)
 ROWS = pytest.mark.parametrize("name", sorted(RECIPES))
 
 
+PUBLISHED = """
+grpo: advantage=normalized advantage.eps_std=0.0001 surrogate=clipped surrogate.epsilon_low=0.2
+    surrogate.epsilon_high=0.2 beta=0.04 kl=k3 reduction=sequence_mean surrogate.ratio=token
+grpo_masked: beta=0.1 reduction=sequence_mean mask_zero_variance=True
+off_policy_grpo_exact: surrogate=clipped_exact beta=0.1 reduction=sequence_mean
+dr_grpo: advantage=centered reduction=constant_length beta=0.0
+dapo: surrogate.epsilon_low=0.2 surrogate.epsilon_high=0.28 mask_zero_variance=True
+    reduction=token_mean
+gspo: surrogate.ratio=length_normalized surrogate.epsilon_low=0.0003 surrogate.epsilon_high=0.0004
+cispo: surrogate=reinforce surrogate.weight=capped_ratio surrogate.weight.epsilon_high=4.0
+    surrogate.mask=None
+grpo_tis: surrogate.denominator=pi_k correction=truncated correction.cap=2.0
+grpo_icepop: correction=masked correction.floor=0.5 correction.cap=5.0
+rec_ring_is: surrogate.mask=ring surrogate.weight=importance surrogate.mask.epsilon_high=0.2
+    surrogate.mask.outer_high=2.0
+dppo_tv: surrogate.mask=tv surrogate.mask.delta_low=0.15 surrogate.mask.delta_high=0.15
+    surrogate.weight=importance advantage=normalized reduction=constant_length
+dppo_kl: surrogate.mask=binary_kl surrogate.mask.delta_low=0.05 surrogate.mask.delta_high=0.05
+    reduction=constant_length
+prime_rl: surrogate.mask=tv surrogate.mask.delta_high=0.2 surrogate.regularizer=opmd
+    surrogate.regularizer.anchor=alpha surrogate.regularizer.strength=0.001 advantage=centered
+    reduction=token_mean
+ipo_mask: surrogate.mask=tv_two_side surrogate.mask.delta=0.1
+rollout_is: surrogate.mask=two_side surrogate.weight=importance advantage=normalized
+decoupled_ppo: surrogate=clipped_proportional reduction=token_mean
+a3po: surrogate=clipped_by_staleness surrogate.epsilon_low=0.2
+m2po: surrogate=unclipped filters=['m2po'] filters.m2po.tau=0.04 reduction=sequence_mean
+    advantage=normalized
+m2po_released: surrogate.tau=0.04 surrogate.least_low=0.3 surrogate.least_high=0.5
+    reduction=token_mean
+sapo: surrogate.weight.temperature_positive=1.0 surrogate.weight.temperature_negative=1.05
+    reduction=sequence_mean
+vespo: surrogate.weight.power_positive=2.0 surrogate.weight.decay_positive=3.0
+    surrogate.weight.power_negative=3.0 surrogate.weight.decay_negative=2.0 reduction=token_mean
+seq_tis: surrogate.weight=capped_sequence surrogate.weight.cap=8.0 reduction=sequence_mean
+opsm: filters=['opsm'] filters.opsm.denominator=alpha beta=0.0
+trm: filters=['seq_max_k3'] filters.seq_max_k3.denominator=alpha
+oapl: advantage=log_mean_exp advantage.strength=1.0 surrogate=opmd_kimi surrogate.anchor=alpha
+    surrogate.strength=0.001
+tba: surrogate=opmd_pairwise surrogate.anchor=pi_ref
+grpo_top_entropy: filters.top_entropy.share=0.2
+online_dpo: surrogate.anchor=pi_ref surrogate.strength=0.1
+"""
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "grpo",
-            {
-                "advantage": "normalized",
-                "advantage.eps_std": 1e-4,
-                "surrogate": "clipped",
-                "surrogate.epsilon_low": 0.2,
-                "surrogate.epsilon_high": 0.2,
-                "beta": 0.04,
-                "kl": "k3",
-                "reduction": "sequence_mean",
-                "surrogate.ratio": "token",
-            },
-        ),
-        ("grpo_masked", {"beta": 0.1, "reduction": "sequence_mean", "mask_zero_variance": True}),
-        (
-            "off_policy_grpo_exact",
-            {"surrogate": "clipped_exact", "beta": 0.1, "reduction": "sequence_mean"},
-        ),
-        ("dr_grpo", {"advantage": "centered", "reduction": "constant_length", "beta": 0.0}),
-        (
-            "dapo",
-            {
-                "surrogate.epsilon_low": 0.2,
-                "surrogate.epsilon_high": 0.28,
-                "mask_zero_variance": True,
-                "reduction": "token_mean",
-            },
-        ),
-        (
-            "gspo",
-            {
-                "surrogate.ratio": "length_normalized",
-                "surrogate.epsilon_low": 3e-4,
-                "surrogate.epsilon_high": 4e-4,
-            },
-        ),
-        (
-            "cispo",
-            {
-                "surrogate": "reinforce",
-                "surrogate.weight": "capped_ratio",
-                "surrogate.weight.epsilon_high": 4.0,
-                "surrogate.mask": None,
-            },
-        ),
-        (
-            "grpo_tis",
-            {"surrogate.denominator": "pi_k", "correction": "truncated", "correction.cap": 2.0},
-        ),
-        ("grpo_icepop", {"correction": "masked", "correction.floor": 0.5, "correction.cap": 5.0}),
-        (
-            "rec_ring_is",
-            {
-                "surrogate.mask": "ring",
-                "surrogate.weight": "importance",
-                "surrogate.mask.epsilon_high": 0.2,
-                "surrogate.mask.outer_high": 2.0,
-            },
-        ),
-        (
-            "dppo_tv",
-            {
-                "surrogate.mask": "tv",
-                "surrogate.mask.delta_low": 0.15,
-                "surrogate.mask.delta_high": 0.15,
-                "surrogate.weight": "importance",
-                "advantage": "normalized",
-                "reduction": "constant_length",
-            },
-        ),
-        (
-            "dppo_kl",
-            {
-                "surrogate.mask": "binary_kl",
-                "surrogate.mask.delta_low": 0.05,
-                "surrogate.mask.delta_high": 0.05,
-                "reduction": "constant_length",
-            },
-        ),
-        (
-            "prime_rl",
-            {
-                "surrogate.mask": "tv",
-                "surrogate.mask.delta_high": 0.2,
-                "surrogate.regularizer": "opmd",
-                "surrogate.regularizer.anchor": "alpha",
-                "surrogate.regularizer.strength": 1e-3,
-                "advantage": "centered",
-                "reduction": "token_mean",
-            },
-        ),
-        ("ipo_mask", {"surrogate.mask": "tv_two_side", "surrogate.mask.delta": 0.1}),
-        (
-            "rollout_is",
-            {
-                "surrogate.mask": "two_side",
-                "surrogate.weight": "importance",
-                "advantage": "normalized",
-            },
-        ),
-        ("decoupled_ppo", {"surrogate": "clipped_proportional", "reduction": "token_mean"}),
-        ("a3po", {"surrogate": "clipped_by_staleness", "surrogate.epsilon_low": 0.2}),
-        (
-            "m2po",
-            {
-                "surrogate": "unclipped",
-                "filters": ["m2po"],
-                "filters.m2po.tau": 0.04,
-                "reduction": "sequence_mean",
-                "advantage": "normalized",
-            },
-        ),
-        (
-            "m2po_released",
-            {
-                "surrogate.tau": 0.04,
-                "surrogate.least_low": 0.3,
-                "surrogate.least_high": 0.5,
-                "reduction": "token_mean",
-            },
-        ),
-        (
-            "sapo",
-            {
-                "surrogate.weight.temperature_positive": 1.0,
-                "surrogate.weight.temperature_negative": 1.05,
-                "reduction": "sequence_mean",
-            },
-        ),
-        (
-            "vespo",
-            {
-                "surrogate.weight.power_positive": 2.0,
-                "surrogate.weight.decay_positive": 3.0,
-                "surrogate.weight.power_negative": 3.0,
-                "surrogate.weight.decay_negative": 2.0,
-                "reduction": "token_mean",
-            },
-        ),
-        (
-            "seq_tis",
-            {
-                "surrogate.weight": "capped_sequence",
-                "surrogate.weight.cap": 8.0,
-                "reduction": "sequence_mean",
-            },
-        ),
-        ("opsm", {"filters": ["opsm"], "filters.opsm.denominator": "alpha", "beta": 0.0}),
-        ("trm", {"filters": ["seq_max_k3"], "filters.seq_max_k3.denominator": "alpha"}),
-        (
-            "oapl",
-            {
-                "advantage": "log_mean_exp",
-                "advantage.strength": 1.0,
-                "surrogate": "opmd_kimi",
-                "surrogate.anchor": "alpha",
-                "surrogate.strength": 1e-3,
-            },
-        ),
-        ("tba", {"surrogate": "opmd_pairwise", "surrogate.anchor": "pi_ref"}),
-        ("grpo_top_entropy", {"filters.top_entropy.share": 0.2}),
-        ("online_dpo", {"surrogate.anchor": "pi_ref", "surrogate.strength": 0.1}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    "row", re.split(r"\n(?=\S)", PUBLISHED.strip()), ids=lambda row: row.split(":")[0]
 )
-def test_rows_have_the_published_numbers(name, expected):
+def test_rows_have_the_published_numbers(row):
+    name, _, knobs = row.partition(":")
     settings = resolve(name).settings
-    assert {knob: settings[knob] for knob in expected} == expected
+    expected = dict(knob.split("=") for knob in knobs.split())
+    assert {knob: str(settings[knob]) for knob in expected} == expected
 
 
 def test_every_row_has_a_formula_a_source_and_a_family():
@@ -207,67 +89,30 @@ WITH_KL = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact", "g
 PREFERENCES = {"online_dpo", "online_ipo"}
 STEP_STATISTICS = {"m2po", "m2po_released", "bapo", "grpo_top_entropy"}
 COMPARES_COMPLETIONS = {"opmd_pairwise", "tba", "gepo"} | PREFERENCES
+USES_ZERO_ADVANTAGE = WITH_KL | STEP_STATISTICS | COMPARES_COMPLETIONS
+USES_ZERO_ADVANTAGE |= {"asymre", "opmd", "prime_rl", "ipo_mask", "opmd_kimi", "oapl"}
+OVER_PI_K = """
+    off_policy_grpo_exact clipped_proportional geppo decoupled_ppo grpo_recomputed grpo_tis
+    grpo_tis_sequence grpo_mis_sequence grpo_icepop opmd_pairwise
+"""
+WITHOUT_ALPHA = """
+    reinforce stale_reinforce grpo_recomputed rloo asymre red_drop red_weight opmd_kimi
+    opmd_pairwise positive_only tba online_dpo online_ipo
+"""
+READS = {
+    "pi_k": (lambda row: row.needs_old_logp, set(OVER_PI_K.split())),
+    "pi_ref": (lambda row: row.needs_pi_ref, WITH_KL | {"opmd_kimi", "tba"} | PREFERENCES),
+    "not alpha": (lambda row: not row.needs_rollout_logp, set(WITHOUT_ALPHA.split())),
+    "groups": (lambda row: row.needs_whole_groups, COMPARES_COMPLETIONS),
+    "staleness": (lambda row: row.needs_staleness, {"a3po"}),
+    "statistics": (lambda row: row.needs_step_statistics, STEP_STATISTICS),
+    "finished": (lambda row: "finished" in row.required_inputs, {"grpo_finished"}),
+    "entropy": (lambda row: "entropy" in row.required_inputs, {"grpo_top_entropy"}),
+    "advantage of 0": (lambda row: not row.skips_zero_advantage, USES_ZERO_ADVANTAGE),
+}
 
 
-@pytest.mark.parametrize(
-    ("is_needed", "rows"),
-    [
-        pytest.param(
-            lambda row: row.needs_old_logp,
-            {
-                "off_policy_grpo_exact",
-                "clipped_proportional",
-                "geppo",
-                "decoupled_ppo",
-                "grpo_recomputed",
-                "grpo_tis",
-                "grpo_tis_sequence",
-                "grpo_mis_sequence",
-                "grpo_icepop",
-                "opmd_pairwise",
-            },
-            id="pi_k",
-        ),
-        pytest.param(
-            lambda row: row.needs_pi_ref, WITH_KL | {"opmd_kimi", "tba"} | PREFERENCES, id="pi_ref"
-        ),
-        pytest.param(
-            lambda row: not row.needs_rollout_logp,
-            {
-                "reinforce",
-                "stale_reinforce",
-                "grpo_recomputed",
-                "rloo",
-                "asymre",
-                "red_drop",
-                "red_weight",
-                "opmd_kimi",
-                "opmd_pairwise",
-                "positive_only",
-                "tba",
-            }
-            | PREFERENCES,
-            id="not alpha",
-        ),
-        pytest.param(lambda row: row.needs_whole_groups, COMPARES_COMPLETIONS, id="groups"),
-        pytest.param(lambda row: row.needs_staleness, {"a3po"}, id="staleness"),
-        pytest.param(lambda row: row.needs_step_statistics, STEP_STATISTICS, id="statistics"),
-        pytest.param(
-            lambda row: "finished" in row.required_inputs, {"grpo_finished"}, id="finished"
-        ),
-        pytest.param(
-            lambda row: "entropy" in row.required_inputs, {"grpo_top_entropy"}, id="entropy"
-        ),
-        pytest.param(
-            lambda row: not row.skips_zero_advantage,
-            WITH_KL
-            | STEP_STATISTICS
-            | COMPARES_COMPLETIONS
-            | {"asymre", "opmd", "prime_rl", "ipo_mask", "opmd_kimi", "oapl"},
-            id="completions of advantage 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("is_needed", "rows"), READS.values(), ids=READS)
 def test_rows_read_what_their_formulas_need(is_needed, rows):
     assert {name for name in RECIPES if is_needed(resolve(name))} == rows
 

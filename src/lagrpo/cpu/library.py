@@ -195,12 +195,15 @@ def _fingerprint(compiler: list[str], version: str, flags: list[str]) -> str:
     processor = [
         line for line in _cpuinfo() if line.startswith(("flags", "Features", "model name"))
     ][:2]
+    openmp = _openmp()
+    # By its name: the library finds it by the name, in whichever environment PyTorch has loaded it.
+    openmp_name = openmp.name if openmp is not None else ""
     parts = [
         *sources,
         *compiler,
         version,
         *flags,
-        str(_openmp()),
+        openmp_name,
         platform.machine(),
         *processor,
     ]
