@@ -4,6 +4,7 @@ milliseconds, and a fifth of a second otherwise."""
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import signal
@@ -81,10 +82,8 @@ class QuickWorker:
 
 def fork_on_request(descriptor: int) -> None:
     """Serves a Forker until its process ends."""
-    import lagrpo.rewards.coroutines
-    import lagrpo.rewards.worker
-    import lagrpo.tasks.environments  # noqa: F401
-
+    for name in ("rewards.worker", "rewards.coroutines", "tasks.environments"):
+        importlib.import_module(f"lagrpo.{name}")
     requests = socket.socket(fileno=descriptor)
     exit_codes: dict[int, int] = {}
     while True:
@@ -127,4 +126,4 @@ def become_worker(
         os.close(ours)
     from lagrpo.rewards.worker import serve
 
-    serve(*descriptors[:2], memory_bytes)
+    serve(descriptors[0], descriptors[1], memory_bytes)

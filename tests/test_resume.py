@@ -322,40 +322,6 @@ def test_resume_with_an_edited_config_of_the_model_is_rejected(begin, tmp_path):
     assert go_on(run, schedule=LONG).batches == 6
 
 
-def test_data_that_has_changed_is_rejected(begin, tmp_path):
-    file, columns = (
-        tmp_path / "sums.jsonl",
-        {"prompt_column": "question", "answer_column": "answer"},
-    )
-    rows = [json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) for n in range(8)]
-    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    task = {"name": "custom", "data": str(file), "rewards": ["exact"], **columns}
-    run = begin("run", schedule={"batches": 1}, task=task, eval={"at_start": False}).run
-    file.write_text("\n".join(rows[:-1]) + "\n", encoding="utf-8")
-    with pytest.raises(SettingsError, match="the data has changed since the run started"):
-        go_on(run)
-
-
-def test_answers_that_have_changed_are_rejected(begin, tmp_path):
-    """Under the same questions, so that no token of a prompt tells."""
-    file = tmp_path / "sums.jsonl"
-    columns = {"prompt_column": "question", "answer_column": "answer"}
-
-    def write(first_answer: int) -> None:
-        answers = [first_answer, *range(2, 9)]
-        rows = [{"question": f"{n}+1?", "answer": str(a)} for n, a in enumerate(answers)]
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-
-    write(1)
-    task = {"name": "custom", "data": str(file), "rewards": ["exact"], **columns}
-    schedule = {"batches": 1, "prompts_per_batch": 7}  # nearly all, whatever the order
-    run = begin("run", schedule=schedule, task=task, eval={"at_start": False}).run
-    assert go_on(run).batches == 1
-    write(7)
-    with pytest.raises(SettingsError, match="the data has changed since the run started"):
-        go_on(run)
-
-
 def test_engine_that_has_other_weights_than_those_it_was_given_stops_the_resumed_run(
     whole_run, tmp_path, monkeypatch
 ):

@@ -277,19 +277,6 @@ FLAT: JsonObject = {
     "loss.overrides.weight.ratio": "sequence",
     "loss.overrides.opsm.delta": 0.25,
 }
-TABLES_OF_PATHS = {
-    "loss": {
-        "recipe": "reinforce",
-        "filters": ["opsm"],
-        "overrides": {
-            "mask": "one_side",
-            "mask.epsilon_high": 0.5,
-            "weight": "importance",
-            "weight.ratio": "sequence",
-            "filters.opsm.delta": 0.25,
-        },
-    }
-}
 FLAT_WITH_TABLE = {
     "loss.recipe": "reinforce",
     "loss.filters": ["opsm"],
@@ -316,7 +303,6 @@ def write(directory: Path, text: str) -> Path:
         pytest.param(lambda d: load_settings(None, parse(WORDS)), id="command line"),
         pytest.param(lambda d: load_settings(FLAT), id="Python names"),
         pytest.param(lambda d: load_settings(None, FLAT), id="Python names over a file"),
-        pytest.param(lambda d: load_settings(TABLES_OF_PATHS), id="Python tables of paths"),
         pytest.param(lambda d: load_settings(tomllib.loads(NESTED)), id="Python tables"),
         pytest.param(lambda d: load_settings(FLAT_WITH_TABLE), id="Python name of the table"),
     ],
@@ -364,22 +350,6 @@ def test_own_functions_are_named_in_settings(tmp_path):
     assert recipe.settings["surrogate.mask.width"] == 0.5
     copy = load_settings(write(tmp_path, to_toml(settings)))
     assert resolve(copy.loss.recipe, copy.loss.knobs) == recipe
-
-
-@pytest.mark.parametrize(
-    ("loss", "ends"),
-    [
-        ({"epsilon": 0.1}, (0.1, 0.1)),
-        ({"epsilon": 0.1, "epsilon_high": 0.3}, (0.1, 0.3)),
-        ({"epsilon_high": 0.3}, (0.2, 0.3)),
-        ({"epsilon": 0.1, "overrides": {"epsilon_high": 0.3}}, (0.1, 0.3)),
-        ({"epsilon": 0.1, "overrides": {"surrogate": {"epsilon_high": 0.3}}}, (0.1, 0.3)),
-    ],
-)
-def test_epsilon_sets_both_ends_unless_epsilon_high_is_given(loss, ends):
-    settings = load_settings({"loss": loss})
-    recipe = resolve(settings.loss.recipe, settings.loss.knobs).settings
-    assert (recipe["surrogate.epsilon_low"], recipe["surrogate.epsilon_high"]) == ends
 
 
 @pytest.mark.parametrize(

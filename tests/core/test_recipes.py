@@ -350,19 +350,20 @@ def test_gradient_at_pi_equal_alpha_is_that_of_reinforce_unless_stated(name):
 
 
 @ROWS
-@pytest.mark.parametrize("gap", [-300.0, -30.0, 30.0, 300.0])
-def test_loss_and_gradient_are_finite_whatever_the_log_ratio(name, gap):
+def test_loss_and_gradient_are_finite_whatever_the_log_ratio(name):
     _, x = random_inputs()
-    moved: dict[str, Any] = {"logp": x.logp.detach().float().requires_grad_()}
-    for field in ("rollout_logp", "old_logp", "ref_logp"):
-        shift = tensor([gap], dtype=torch.float64)
-        moved[field] = getattr(x, field).index_add(0, tensor([2]), shift).float()
-    x = replace(x, advantages=x.advantages.float(), entropy=x.entropy.float(), **moved)
+    x = replace(x, advantages=x.advantages.float(), entropy=x.entropy.float())
     recipe = resolve(name)
-    derivative = recipe.differentiate(with_statistics(recipe, x), torch.ones(7))
-    assert bool(derivative.gradient_T.isfinite().all())
-    assert bool(derivative.loss.isfinite())
-    assert bool(derivative.kl_T.isfinite().all())
+    for gap in (-300.0, -30.0, 30.0, 300.0):
+        moved: dict[str, Any] = {"logp": x.logp.detach().float().requires_grad_()}
+        for field in ("rollout_logp", "old_logp", "ref_logp"):
+            shift = tensor([gap], dtype=torch.float64)
+            moved[field] = getattr(x, field).index_add(0, tensor([2]), shift).float()
+        derivative = recipe.differentiate(
+            with_statistics(recipe, replace(x, **moved)), torch.ones(7)
+        )
+        results = (derivative.gradient_T, derivative.loss, derivative.kl_T)
+        assert all(bool(result.isfinite().all()) for result in results), gap
 
 
 # What never acts with one update per batch, and what is a bound on length
