@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, TypeAlias, cast, get_type_hints
 
 from torch import Tensor
@@ -72,10 +73,15 @@ def minimum_of(owner: Callable[..., object], knob: str) -> float | None:
     if ":" in function_name(owner):
         # Annotations of your own functions may name types that exist for type checkers alone.
         return None
-    annotation = get_type_hints(owner, include_extras=True)[knob]
+    annotation = _hints_of(owner)[knob]
     metadata: tuple[Any, ...] = getattr(annotation, "__metadata__", ())
     bounds = [bound.value for bound in metadata if isinstance(bound, Minimum)]
     return bounds[0] if bounds else None
+
+
+@cache  # of lagrpo's functions alone, which stay; reading them is half of resolving a recipe
+def _hints_of(owner: Callable[..., object]) -> dict[str, Any]:
+    return get_type_hints(owner, include_extras=True)
 
 
 def piece(function: PieceFunction, **knobs: object) -> Piece:
