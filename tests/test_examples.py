@@ -20,7 +20,7 @@ import pytest
 import sample_task
 import torch
 from running import tiny_settings
-from tiny import save_tiny, tiny_policy
+from tiny import tiny_policy
 from torch.testing import assert_close
 
 import lagrpo
@@ -33,19 +33,14 @@ from lagrpo.rollout.schedule import every, lags
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.batch import assemble, micro_batches
 
-BATCHES = 5
+BATCHES = 4
 LR = 3e-3
 TASK = sample_task.load()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.mark.parametrize("v", [1, 3])
-def test_minimal_example_has_the_staleness_of_its_schedule(v):
-    policy = tiny_policy()
+def test_minimal_example_has_the_staleness_of_its_schedule():
+    v = 3
+    policy = tiny_policy(num_hidden_layers=1)
     steps = list(minimal.train(policy, TASK, v, BATCHES, LR))
     assert [step.lag for step in steps] == lags(every(v), BATCHES, BATCHES, 1)
     assert policy.version == BATCHES
@@ -85,9 +80,9 @@ def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
         assert_close(p.grad, example_gradients[name], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("v", [1, 3])
-def test_minimal_example_learns_the_same_weights_as_a_run(model, tmp_path, monkeypatch, v):
-    # With v = 3 the run samples three batches at once, and in float32 rounding depends on the
+def test_minimal_example_learns_the_same_weights_as_a_run(model, tmp_path, monkeypatch):
+    v = 3
+    # The run samples three batches at once, and in float32 rounding depends on the
     # number of rows. With seed 0 one token is so close to its bound that an Intel CPU with AMX
     # samples another one.
     monkeypatch.setattr(minimal, "SEED", 1)
@@ -140,11 +135,12 @@ def test_own_loss_example_has_the_gradient_of_the_built_in_dppo():
     assert (gradients[0] == 0).any(), "some token must be masked"
 
 
-def test_own_task_example_trains_on_the_share_of_capitals(model, tmp_path):
+def test_own_task_and_callback_examples_train_on_the_share_of_capitals(model, tmp_path, capsys):
     assert own_task.share_of_capitals("An OAK.") == 4 / 5
     assert own_task.share_of_capitals("42") == 0.0
     settings = tiny_settings(model, tmp_path, schedule={"batches": 1}, eval={"at_start": False})
-    result = lagrpo.train(settings, task=own_task.TASK)
+    result = lagrpo.train(settings, task=own_task.TASK, callbacks=[callback.HardestPrompt()])
+    assert re.findall(r"batch \d: mean reward", capsys.readouterr().out) == ["batch 1: mean reward"]
     rollouts = load_rollouts(result.run)
     assert {row["outcome"] for row in rollouts} == {"scored"}
     for row in rollouts:
@@ -160,13 +156,6 @@ def test_callback_example_names_the_prompt_with_the_lowest_mean_reward(capsys):
         "batch 1: mean reward 0.25 for 'hard'",
         "batch 2: mean reward -0.33 for 'easy'",
     ]
-
-
-def test_callback_example_is_called_after_each_batch(model, tmp_path, capsys):
-    settings = tiny_settings(model, tmp_path, eval={"at_start": False})
-    lagrpo.train(settings, callbacks=[callback.HardestPrompt()])
-    lines = re.findall(r"batch \d: mean reward", capsys.readouterr().out)
-    assert lines == [f"batch {batch}: mean reward" for batch in (1, 2, 3)]
 
 
 def test_mlflow_example_logs_settings_metrics_and_evaluations(model, tmp_path, monkeypatch):

@@ -122,6 +122,7 @@ def test_environment_trains(train, talking_model):
     result = train(
         talking_model,
         task={"name": "my_game:load", "max_turns": 2},
+        schedule={"batches": 1},
         rollout={"max_prompt_length": 100},
     )
     rollouts = load_rollouts(result.run)
@@ -142,6 +143,7 @@ def test_tool_is_offered_in_a_run(train, talking_model):
     result = train(
         talking_model,
         task={"name": "sample_task:load", "tools": ["my_tools:capital"]},
+        schedule={"batches": 1},
         rollout={"max_prompt_length": 700},
     )
     assert "capital" in load_rollouts(result.run)[0]["prompt_text"]
@@ -166,22 +168,10 @@ def test_filter_keeps_short_completions():
     assert torch.equal(kept_T == 1, lengths_T <= 2)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        pytest.param(
-            {"recipe": "reinforce", "overrides": {"mask": "my_masks:near"}, "beta": 0.0}, id="mask"
-        ),
-        pytest.param({"recipe": "grpo", "filters": ["my_filters:short"], "beta": 0.0}, id="filter"),
-    ],
-)
-def test_pieces_of_a_loss_train(train, loss):
-    assert train(loss=loss).batches == 3
-
-
-def test_callback_writes_a_line_for_each_batch(train, load):
-    result = train(callbacks=[load("my_callbacks").Repetition()])
-    lines = load_metrics(result.run)
+def test_pieces_of_a_loss_train_and_callback_writes_a_line_for_each_batch(train, load):
+    overrides = {"mask": "my_masks:near"}
+    loss = {"recipe": "reinforce", "overrides": overrides, "filters": ["my_filters:short"]}
+    lines = load_metrics(train(loss=loss, callbacks=[load("my_callbacks").Repetition()]).run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(0 <= line["mine/repetition"] < 1 for line in lines)
 
