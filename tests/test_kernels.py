@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import shlex
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -475,22 +477,25 @@ def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:
     return str(choose_backend(choice, "cpu", torch.float32))
 
 
-def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, caplog):
-    """The compiler of this test copies a library that was compiled before."""
+def test_processes_that_start_together_compile_the_library_once(tmp_path, monkeypatch, caplog):
+    """Threads stand for them. The compiler of this test copies a library compiled before."""
     compiler = tmp_path / "cc"
     compiled = shlex.quote(library._library()[0]._name)
     version_line = '[ "$1" = --version ] && exec echo cc'
     copy_line = f'while [ "$1" != -o ]; do shift; done; exec cp {compiled} "$2"'
     compiler.write_text(f"#!/bin/sh\n{version_line}\n{copy_line}\n", encoding="utf-8")
     compiler.chmod(0o755)
-    with caplog.at_level(logging.INFO):
-        first, second = (
-            chosen(monkeypatch, "auto", str(compiler), tmp_path / "cache") for _ in range(2)
-        )
-    assert first.startswith("C kernels (")
-    assert second == first
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path / "cache"))
+    together = threading.Barrier(2)
+    fingerprint = library._fingerprint
+    monkeypatch.setattr(
+        library, "_fingerprint", lambda *parts: (fingerprint(*parts), together.wait())[0]
+    )
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor() as pool:
+        versions = [version for _, version in pool.map(lambda _: library.load_library(), "ab")]
+    assert versions == ["cc", "cc"]
     assert ["compiling" in message for message in caplog.messages] == [True]
-    assert len([*(tmp_path / "cache" / "kernels").iterdir()]) == 1
 
 
 def test_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):

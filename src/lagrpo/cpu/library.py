@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from lagrpo.machine import cache_directory, is_own
@@ -145,14 +146,15 @@ def load_library() -> tuple[ctypes.CDLL, str]:
     version = _run([*compiler, "--version"]).partition("\n")[0]
     try:
         target = cache_directory() / "kernels" / f"{_fingerprint(compiler, version, flags)}.so"
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        _require_own(target.parent)
         if not target.is_file():
-            logger.info("compiling the C kernels for this processor, once: %s", target)
-            _compile(compiler, flags, target)
-        if not (is_own(target.parent) and is_own(target)):
-            raise NoKernels(
-                f"{target} or its directory belongs to another user; "
-                "set LAGRPO_CACHE to a directory of your own"
-            )
+            # Processes that start together, as ranks do, wait for the one that compiles.
+            with FileLock(target.with_suffix(".lock")):
+                if not target.is_file():
+                    logger.info("compiling the C kernels for this processor, once: %s", target)
+                    _compile(compiler, flags, target)
+        _require_own(target)
         library = ctypes.CDLL(str(target))
         # ctypes cuts results to 32 bits unless it knows their type.
         library.pack_bytes.restype = ctypes.c_int64
@@ -163,6 +165,14 @@ def load_library() -> tuple[ctypes.CDLL, str]:
         raise NoKernels(
             f"cannot save or load the library ({error}); set LAGRPO_CACHE to another directory"
         ) from error
+
+
+def _require_own(path: Path) -> None:
+    """Raises NoKernels if the path belongs to another user."""
+    if not is_own(path):
+        raise NoKernels(
+            f"{path} belongs to another user; set LAGRPO_CACHE to a directory of your own"
+        )
 
 
 def _level_flags() -> list[str]:
@@ -221,7 +231,6 @@ def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
     The files have temporary names. The library gets its name when it is complete, so that no other
     process loads a part of it.
     """
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
         library = Path(scratch) / target.name
         objects: list[str] = []
