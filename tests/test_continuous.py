@@ -36,7 +36,7 @@ BASE: Sections = {
     "optimizer": {"learning_rate": 3e-3},
     "eval": {"every": 0, "at_start": False},
 }
-OF_SCHEDULE = ("rollout/occupancy", "weight_sync/recomputed")
+OF_SCHEDULE = ("completions/occupancy", "weight_sync/recomputed")
 """Metrics that other schedules do not have."""
 
 
@@ -149,7 +149,7 @@ def test_metrics_count_mixed_completions_rows_and_tokens_computed_again(run_with
     assert (first["staleness/mixed"], first["weight_sync/recomputed"]) == (0, 0)
     assert all(line["staleness/mixed"] > 0 for line in later[:2])
     assert all(line["weight_sync/recomputed"] > 0 for line in later)
-    assert all(0 < line["rollout/occupancy"] <= 1 for line in [first, *later])
+    assert all(0 < line["completions/occupancy"] <= 1 for line in [first, *later])
 
 
 # Resume

@@ -163,7 +163,7 @@ def _sampling(counts: Mapping[str, float]) -> Metrics:
     """Returns metrics of an engine that counts while completions go on after weight syncs."""
     rows = counts.get("rows")
     return {
-        "rollout/occupancy": counts["rows_in_flight"] / rows if rows else None,
+        "completions/occupancy": counts["rows_in_flight"] / rows if rows else None,
         "weight_sync/recomputed": counts.get("recomputed"),
     }
 
