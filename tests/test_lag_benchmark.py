@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.lag import __main__ as queue
-from experiments.lag.ages import SawtoothSyncs, Schedule
+from experiments.lag.ages import Kind, SawtoothSyncs, Schedule
 from experiments.lag.control import CONTROLS, RateControl
 from experiments.lag.exact import TOYS, run
 from experiments.lag.methods import load_methods
@@ -23,7 +24,7 @@ from experiments.lag.records import Record, append_records, load_records
 from experiments.lag.report import find_cells, leaders, rank_agreement
 from experiments.lag.starts import imitate_teacher, mean_score
 from experiments.lag.tasks import TASKS, Chain, Gamble, Task
-from experiments.lag.train import Batch, History, Run, Step, train
+from experiments.lag.train import Batch, History, Run, Step, by_length, train
 from experiments.lag.verdicts import all_tasks_sentences, all_tasks_table, on_all_tasks
 from lagrpo.core.recipes import resolve
 
@@ -114,7 +115,7 @@ def test_log_probs_of_sampler_and_tree_pass_are_those_of_transformers(architectu
     prompts = torch.randint(0, V, (1, B, P), generator=generator)
     uniform = torch.rand(1, B, G, L, generator=generator)
     model = StackedLlama(architecture, P, L)
-    samples = model.sample(unpack(architecture, flat), prompts, uniform, end=3, padding=4)
+    samples = model.sample([unpack(architecture, flat)], prompts, uniform, end=3, padding=4)
     in_tree = model.log_probs(unpack(architecture, flat), prompts, samples.tokens)
 
     sequences = torch.cat([prompts[0, :, None].expand(-1, G, -1), samples.tokens[0]], dim=-1)
@@ -136,7 +137,7 @@ def test_sampler_draws_in_proportion_to_probabilities():
     model = StackedLlama(architecture, 1, 2)
     prompts = torch.zeros(1, 1, 1, dtype=torch.long)
     uniform = torch.rand(1, 1, 4096, 2, generator=torch.Generator().manual_seed(0))
-    samples = model.sample(weights, prompts, uniform, end=14, padding=15)
+    samples = model.sample([weights], prompts, uniform, end=14, padding=15)
     shares = samples.tokens[0, 0, :, 0].bincount(minlength=16) / 4096
     every_token = torch.arange(16).view(1, 1, 16, 1).expand(-1, -1, -1, 2)
     p = model.log_probs(weights, prompts, every_token)[0, 0, :, 0].exp()
@@ -281,6 +282,44 @@ def test_ages_of_the_schedules():
     mixed = Schedule("mixed", 2).ages(10, 300, random)
     assert sorted(set(mixed.tolist())) == [0, 1, 2]
     assert int(mixed.bincount().min()) > 60
+    by_length = Schedule("by_length", 9).ages(10, 4, np.random.default_rng(1))
+    same_ages = Schedule("mixed", 9).ages(10, 4, np.random.default_rng(1))
+    assert by_length.tolist() == sorted(same_ages.tolist())
+    assert Schedule("in_order", 3).ages_of_tokens(8).tolist() == [3, 3, 2, 2, 1, 1, 0, 0]
+
+
+def test_groups_are_sorted_by_their_longest_completion():
+    """A run of three groups of two completions: 4 and 1 tokens, 2 and 2, 2 and 1."""
+    end, padding = 1, 0
+    lengths = [[4, 1], [2, 2], [2, 1]]
+    tokens = torch.tensor(
+        [[[*[7] * (n - 1), end, *[padding] * (4 - n)] for n in group] for group in lengths]
+    )[None]
+    number = torch.arange(3)[None, :, None]
+    batch = by_length(Batch(number, tokens, number, number, number), end)
+    assert batch.prompts.flatten().tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_tokens_in_flight_have_the_log_probs_of_the_policy_at_their_position(layers):
+    """The second policy samples from position 2 on, also what follows the first one's tokens."""
+    architecture = Architecture(16, layers=layers)
+    flats = [2 * initial_weights(architecture, seed) for seed in (1, 2)]
+    first, second = (unpack(architecture, flat) for flat in flats)
+    model = StackedLlama(architecture, 3, 5)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, 16, (1, 2, 3), generator=generator)
+    uniform = torch.rand(1, 2, 4, 5, generator=generator)
+    policies = [first, first, second, second, second]
+    samples = model.sample(policies, prompts, uniform, end=99, padding=99)
+    expected = torch.cat(
+        [
+            model.log_probs(first, prompts, samples.tokens)[..., :2],
+            model.log_probs(second, prompts, samples.tokens)[..., 2:],
+        ],
+        dim=-1,
+    )
+    torch.testing.assert_close(samples.logp, expected, rtol=0, atol=2e-6)
 
 
 def test_sawtooth_syncs_after_its_lag_and_early_only_if_it_may():
@@ -339,7 +378,7 @@ def test_twenty_updates_of_a_method_are_the_same_stacked_and_alone(method):
     assert (stacked[1].curve, stacked[1].diagnostics) == (alone.curve, alone.diagnostics)
 
 
-@pytest.mark.parametrize("kind", ["constant", "sawtooth", "mixed"])
+@pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("name", ["chain", "gamble"])
 def test_runs_of_the_main_tasks_are_the_same_stacked_and_alone(name, kind):
     task = TASKS[name]()
@@ -384,7 +423,9 @@ def stale_batch(task: Task, log_ratio: float) -> tuple[Batch, Tensor]:
 
 def gradient_of(method, log_ratio: float) -> Tensor:
     batch, logp = stale_batch(SMALL_TASK, log_ratio)
-    return Step(SMALL_TASK, method.recipe, batch, torch.zeros(1, 4).long(), logp, logp).gradient
+    return Step(
+        SMALL_TASK, method.recipe, batch, torch.zeros_like(batch.tokens), logp, logp
+    ).gradient
 
 
 @pytest.mark.parametrize(

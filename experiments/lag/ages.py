@@ -6,9 +6,16 @@ sawtooth    the sampler gets new weights every lag + 1 updates, so ages rise fro
             back to 0
 mixed       each group of an update has an age of its own, uniform on 0 .. lag: a buffer of the last
             batches
+by_length   the ages of mixed, but the longest of an update's groups has the largest of them, and so
+            on down to the shortest: groups are learned from in the order in which they end
+in_order    completions go on across updates, and batches are learned from in order, as with
+            schedule.max_staleness: lag + 1 batches are in flight, there are rows for all of them,
+            and in each update the longest possible completion gets a share of 1 / (lag + 1) of its
+            tokens. So its first token is `lag` updates old when it is learned from, its last one 0;
+            a shorter one ends earlier, and waits
 
-Before update `lag` of a constant or mixed schedule there is no batch that old. The initial policy
-samples instead, so the age is at most the number of updates made.
+Before update `lag` there is no policy that old. The initial one samples instead, so the age is at
+most the number of updates made.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Kind = Literal["constant", "sawtooth", "mixed"]
+Kind = Literal["constant", "sawtooth", "mixed", "by_length", "in_order"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -34,7 +41,7 @@ class Schedule:
     @property
     def keeps_batches(self) -> int:
         """The number of latest batches that updates take groups from; 0 if they sample."""
-        return 0 if self.kind == "sawtooth" else self.lag + 1
+        return 0 if self.kind in ("sawtooth", "in_order") else self.lag + 1
 
     def ages(self, update: int, groups: int, random: np.random.Generator) -> Tensor:
         """The age of each group of an update that learns from kept batches, in batches, [groups].
@@ -43,7 +50,13 @@ class Schedule:
         """
         if self.kind == "constant":
             return torch.full((groups,), self.lag)
-        return torch.from_numpy(random.integers(0, self.lag + 1, groups))
+        ages = torch.from_numpy(random.integers(0, self.lag + 1, groups))
+        # The groups of a batch are in the order of their lengths then (train.by_length).
+        return ages.sort().values if self.kind == "by_length" else ages
+
+    def ages_of_tokens(self, length: int) -> Tensor:
+        """The age of each token of a completion in flight, in updates, [length]."""
+        return self.lag - (self.lag + 1) * torch.arange(length) // length
 
 
 class SawtoothSyncs:

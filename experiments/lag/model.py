@@ -13,6 +13,7 @@ has no successor, so a pass through the model computes K = L - 1 tokens of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -134,15 +135,37 @@ class StackedLlama:
         prompts [S, B, P], completions [S, B, G, L]. Each prompt is computed once, and its
         completions attend to it.
         """
-        S, B, G, L = completions.shape
+        S, B, G, _ = completions.shape
         P = self.P
-        K = L - 1
-        M = P + G * K  # positions per prompt: its own, then the completions one after the other
-        tokens = torch.cat([prompts, completions[..., :-1].reshape(S, B, -1)], dim=-1)
+        own = completions[..., :-1]
+        x, _, _ = self._read(weights, prompts, own)
+        log_p = self._log_softmax(weights, x).view(S, B, P + G * own.shape[-1], -1)
+        # The last position of the prompt predicts the first token of each of its completions.
+        first = log_p[:, :, P - 1, None].expand(-1, -1, G, -1)[:, :, :, None]
+        log_p = torch.cat([first, log_p[:, :, P:].reshape(*own.shape, -1)], dim=3)
+        return log_p.gather(-1, completions[..., None])[..., 0]
+
+    def _read(
+        self, weights: Weights, prompts: Tensor, own: Tensor
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Reads prompts [S, B, P] and K tokens of each of their completions, own [S, B, G, K].
+
+        Returns the last hidden states [S, B M, d], and for each layer keys and values, each [S B,
+        M, H, h]. M = P + G K positions per prompt: its own, then its completions one after the
+        other.
+        """
+        S, B, G, K = own.shape
+        P = self.P
+        M = P + G * K
+        tokens = torch.cat([prompts, own.reshape(S, B, -1)], dim=-1)
         positions = torch.cat([torch.arange(P), (P + torch.arange(K)).repeat(G)])
         x = _embed(weights["embedding"], tokens.view(S, B * M))
+        keys = []
+        values = []
         for layer in range(self.architecture.layers):
             q, k, v = self._project(weights, layer, x, S * B, positions)  # each [S B, M, H, h]
+            keys.append(k)
+            values.append(v)
             prompt_attended = F.scaled_dot_product_attention(
                 q[:, :P].transpose(1, 2),
                 k[:, :P].transpose(1, 2),
@@ -151,29 +174,35 @@ class StackedLlama:
             ).transpose(1, 2)  # [S B, P, H, h]
             q_own = q[:, P:].reshape(S * B * G, K, *q.shape[2:]).transpose(1, 2)
             completions_attended = F.scaled_dot_product_attention(
-                q_own, self._with_prompt(k, G), self._with_prompt(v, G), self._mask_own
+                q_own,
+                self._with_prompt(k, G),
+                self._with_prompt(v, G),
+                self._mask_own[:K, : P + K],
             )  # [S B G, H, K, h]
             completions_attended = completions_attended.transpose(1, 2).reshape(
                 S * B, G * K, *q.shape[2:]
             )
             attended = torch.cat([prompt_attended, completions_attended], dim=1)
             x = self._finish_layer(weights, layer, x, attended.reshape(S, B * M, -1))
-        log_p = self._log_softmax(weights, x).view(S, B, M, -1)  # [S, B, M, V]
-        # The last position of the prompt predicts the first token of each of its completions.
-        first = log_p[:, :, P - 1, None].expand(-1, -1, G, -1)[:, :, :, None]
-        log_p = torch.cat([first, log_p[:, :, P:].reshape(S, B, G, K, -1)], dim=3)
-        return log_p.gather(-1, completions[..., None])[..., 0]
+        return x, keys, values
 
     @torch.no_grad()
     def sample(
-        self, weights: Weights, prompts: Tensor, uniform: Tensor, end: int, padding: int
+        self,
+        policies: Sequence[Weights],
+        prompts: Tensor,
+        uniform: Tensor,
+        end: int,
+        padding: int,
     ) -> Samples:
         """Draws completions of prompts [S, B, P] by inversion.
 
-        `uniform` [S, B, G, L] has the random numbers, in [0, 1).
+        `policies` has the weights for each position, or one for all. Where they change, keys and
+        values are computed again. `uniform` [S, B, G, L] has the random numbers, in [0, 1).
         """
         S, B, _ = prompts.shape
         G, L = uniform.shape[2:]
+        weights = policies[0]
         log_p, prompt_keys, prompt_values = self._read_prompts(weights, prompts)
         log_p = log_p.view(S, B, 1, -1).expand(-1, -1, G, -1)  # [S, B, G, V]
         sequences = S * B * self.architecture.heads * G
@@ -202,8 +231,32 @@ class StackedLlama:
             is_done = is_done | (token == end)
             if t == L - 1 or bool(is_done.all()):
                 break
-            log_p = self.next_log_probs(weights, token, torch.tensor([t]), cache)
+            if len(policies) > 1 and policies[t + 1] is not weights:
+                weights = policies[t + 1]
+                log_p, cache = self._read_again(weights, prompts, samples.tokens[..., : t + 1])
+            else:
+                log_p = self.next_log_probs(weights, token, torch.tensor([t]), cache)
         return samples
+
+    def _read_again(self, weights: Weights, prompts: Tensor, own: Tensor) -> tuple[Tensor, Cache]:
+        """Reads prompts [S, B, P] and the tokens so far of their completions, own [S, B, G, K].
+
+        Returns log-probs of the next token of each completion [S, B, G, V], and the cache.
+        """
+        S, B, G, K = own.shape
+        P = self.P
+        x, keys, values = self._read(weights, prompts, own)
+        cache = Cache([], [], [], [])
+        for k, v in zip(keys, values, strict=True):
+            cache.prompt_keys.append(k[:, :P].permute(0, 2, 3, 1).flatten(0, 1))
+            cache.prompt_values.append(v[:, :P].transpose(1, 2).flatten(0, 1))
+            for all_heads, own_heads in (k, cache.own_keys), (v, cache.own_values):
+                by_completion = all_heads[:, P:].unflatten(1, (G, K))  # [S B, G, K, H, h]
+                by_head = by_completion.permute(0, 3, 1, 2, 4).flatten(0, 2)  # [S B H G, K, h]
+                own_heads.append(F.pad(by_head, (0, 0, 0, self.L - K)))
+        last = x.view(S, B, P + G * K, -1)[:, :, P:].unflatten(2, (G, K))[:, :, :, -1]
+        log_p = self._log_softmax(weights, last.reshape(S, B * G, -1))
+        return log_p.view(S, B, G, -1), cache
 
     def next_log_probs(self, weights: Weights, token: Tensor, t: Tensor, cache: Cache) -> Tensor:
         """Log-probs of the token after `token` [S, B, G], which is number t of its completion.

@@ -69,6 +69,21 @@ MAIN_METHODS = (
 The variants of the tasks are made for these alone: twelve rows are enough to see which property of
 a task turns the order around.
 """
+LENGTH_TASKS = ("gamble", "journey")
+"""The tasks whose completions differ in length."""
+LENGTH_KINDS: tuple[Kind, ...] = ("in_order", "by_length", "mixed")
+"""Long completions fresher than short ones, as stale as they are long, and neither."""
+LENGTH_LAGS = (64, 16, 4)
+LENGTH_METHODS = (
+    "grpo",
+    "prime_rl",
+    "rec_one_side_nois_wide",
+    "dppo_tv",
+    "topr",
+    "m2po",
+    "sapo",
+    "positive_only",
+)
 RATE_CONTROLS: tuple[Control, ...] = ("kl_feedback", "kl_root", "kl_linear", "ess_root")
 CONTROL_RATES = (1e-3, 3e-3)
 """The best rate with fresh samples on both main tasks, f, and three times that."""
@@ -175,7 +190,15 @@ def full_plan(methods: Methods) -> list[Pass]:
     plan.add("published", MAIN_TASKS, "constant", (4,), seeds, only=others)
     plan.add("published", MAIN_TASKS, "constant", (1,), seeds)
     plan.add("equal", MAIN_TASKS, "constant", (16, 256), seeds)
-    return [*plan.passes, *control_plan(methods)]
+    return [*plan.passes, *control_plan(methods), *length_plan(methods)]
+
+
+def length_plan(methods: Methods) -> list[Pass]:
+    """The passes whose ages go with the length of completions, and those to compare them with."""
+    plan = _Plan(methods)
+    for task, lag, kind in product(LENGTH_TASKS, LENGTH_LAGS, LENGTH_KINDS):
+        plan.add("published", (task,), kind, (lag,), FIRST_SEEDS, VARIANT_RATES, LENGTH_METHODS)
+    return plan.passes
 
 
 def control_plan(methods: Methods) -> list[Pass]:

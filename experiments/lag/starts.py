@@ -114,7 +114,7 @@ def measure(
     uniform = random.random((1, prompts, 8, task.completion_length), dtype=np.float32)
     model = StackedLlama(architecture, task.prompt_length, task.completion_length)
     weights = unpack(architecture, flat)
-    samples = model.sample(weights, questions, torch.from_numpy(uniform), task.end, task.padding)
+    samples = model.sample([weights], questions, torch.from_numpy(uniform), task.end, task.padding)
     _, scores = task.grade(questions, samples.tokens, torch.ones(1, prompts, 8))
     return StartMeasures(
         score=float(scores.mean()),

@@ -11,7 +11,7 @@ parameters.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -108,31 +108,18 @@ def train(
     sampler = Sampler(task, architecture, model, [run.seed for run in runs])
     weights = start.repeat(S, 1)
     optimizer = Adam(weights, [run.learning_rate for run in runs], method.max_grad_norm)
-    history = History(schedule.keeps_batches)
-    for age in range(schedule.keeps_batches - 1, 0, -1):
-        history.append(sampler.sample_initial(start, age))
+    may_sync_early = torch.tensor([run.control == "sync_at_kl" for run in runs])
+    source = StaleBatches(task, schedule, sampler, start, may_sync_early)
 
     scores = torch.zeros(updates, S)
     diagnostics = Diagnostics()
-    stale_weights = weights.clone()
     rate_control = RateControl([run.control for run in runs], schedule.lag)
-    sawtooth = SawtoothSyncs(
-        schedule.lag, torch.tensor([run.control == "sync_at_kl" for run in runs])
-    )
     was_far = torch.zeros(S, dtype=torch.bool)
     for update in range(updates):
         fresh, score, entropy = sampler.sample(weights, Purpose.ROLLOUT, update)
         scores[update] = score
-        if schedule.keeps_batches:
-            age = sampler.ages(schedule, update)
-            history.append(fresh)
-            batch = history.take(age)
-        else:
-            syncs, age_of_run = sawtooth.next(was_far)
-            stale_weights[syncs] = weights[syncs]
-            batch, _, _ = sampler.sample(stale_weights, Purpose.STALE_ROLLOUT, update)
-            age = age_of_run[:, None].expand(-1, task.prompts_per_batch)
-        staleness = age.clamp(max=update)
+        batch, age = source.next(update, weights, fresh, was_far)
+        staleness = age.clamp(max=update).expand(batch.tokens.shape)
 
         leaf = weights.clone().requires_grad_()
         logp = model.log_probs(unpack(architecture, leaf), batch.prompts, batch.tokens)
@@ -195,17 +182,24 @@ class Sampler:
 
         Returns it with each run's mean score [S] and mean entropy [S].
         """
-        return self._sample(weights, self._seed_of_run, purpose, index)
+        return self._sample([weights], self._seed_of_run, purpose, index)
 
     def sample_initial(self, start: Tensor, index: int) -> Batch:
         """A batch of the initial policy [1, D], sampled once for all runs with the same seed."""
         seeds = torch.arange(len(self._seeds))
-        batch, _, _ = self._sample(start.repeat(len(seeds), 1), seeds, Purpose.WARM_UP, index)
+        policy = [start.repeat(len(seeds), 1)]
+        batch, _, _ = self._sample(policy, seeds, Purpose.WARM_UP, index)
         return Batch(*(value[self._seed_of_run] for value in batch))
 
+    def sample_in_flight(self, policies: Sequence[Tensor], index: int) -> Batch:
+        """A batch of which `policies[t]` [S, D] sampled the tokens at position t."""
+        batch, _, _ = self._sample(policies, self._seed_of_run, Purpose.STALE_ROLLOUT, index)
+        return batch
+
     def _sample(
-        self, weights: Tensor, seed_of_row: Tensor, purpose: Purpose, index: int
+        self, policies: Sequence[Tensor], seed_of_row: Tensor, purpose: Purpose, index: int
     ) -> tuple[Batch, Tensor, Tensor]:
+        """`policies` has the one that samples, or one for each position."""
         task = self._task
         B = task.prompts_per_batch
         L = task.completion_length
@@ -220,8 +214,13 @@ class Sampler:
         token_uniform = numbers[..., :L]  # [S, B, G, L]
         luck = numbers[..., L]  # [S, B, G]
         uniform = numbers[..., L + 1]  # [S, B, G]
+        unpacked = {id(weights): unpack(self._architecture, weights) for weights in policies}
         samples = self._model.sample(
-            unpack(self._architecture, weights), prompts, token_uniform, task.end, task.padding
+            [unpacked[id(weights)] for weights in policies],
+            prompts,
+            token_uniform,
+            task.end,
+            task.padding,
         )
         rewards, scores = task.grade(prompts, samples.tokens, luck)
         batch = Batch(prompts, samples.tokens, samples.logp, rewards, uniform)
@@ -242,6 +241,68 @@ def is_before_end(tokens: Tensor, end: int) -> Tensor:
     """True for the tokens of a completion, its end included, False for padding, [..., L]."""
     is_end = tokens == end
     return is_end.cumsum(dim=-1) - is_end.long() == 0
+
+
+def by_length(batch: Batch, end: int) -> Batch:
+    """The batch with the groups of each run by length, the one with the longest completion last."""
+    lengths = is_before_end(batch.tokens, end).sum(dim=-1)  # [S, B, G]
+    # Groups whose longest completions are equally long are ordered by all their tokens.
+    key = lengths.amax(dim=-1) * batch.tokens[0, 0].numel() + lengths.sum(dim=-1)
+    order = key.argsort(dim=-1, stable=True)  # [S, B]
+    run = torch.arange(len(order))[:, None]
+    return Batch(*(value[run, order] for value in batch))
+
+
+class StaleBatches:
+    """What S stacked runs learn from, by their schedule; they start from the weights [1, D].
+
+    `may_sync_early` [S]: see SawtoothSyncs.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        schedule: Schedule,
+        sampler: Sampler,
+        start: Tensor,
+        may_sync_early: Tensor,
+    ):
+        self._task = task
+        self._schedule = schedule
+        self._sampler = sampler
+        self._history = History(schedule.keeps_batches)
+        for age in range(schedule.keeps_batches - 1, 0, -1):
+            self._keep(sampler.sample_initial(start, age))
+        self._latest_policies: deque[Tensor] = deque(maxlen=schedule.lag + 1)
+        self._sawtooth = SawtoothSyncs(schedule.lag, may_sync_early)
+        self._synced_weights = start.repeat(len(may_sync_early), 1)
+
+    def next(
+        self, update: int, weights: Tensor, fresh: Batch, was_far: Tensor
+    ) -> tuple[Batch, Tensor]:
+        """The batch of an update of the policies `weights` [S, D], and the age of its tokens.
+
+        The age counts updates before the first one, too; it expands to [S, B, G, L]. `fresh` is
+        sampled by these policies; was_far [S]: the update before was far from the sampler.
+        """
+        if self._schedule.keeps_batches:
+            self._keep(fresh)
+            age_of_group = self._sampler.ages(self._schedule, update)
+            return self._history.take(age_of_group), age_of_group[..., None, None]
+        if self._schedule.kind == "in_order":
+            self._latest_policies.append(weights.clone())
+            age = self._schedule.ages_of_tokens(self._task.completion_length)
+            policies = [self._latest_policies[-1 - a] for a in age.clamp(max=update).tolist()]
+            return self._sampler.sample_in_flight(policies, update), age
+        syncs, age_of_run = self._sawtooth.next(was_far)
+        self._synced_weights[syncs] = weights[syncs]
+        batch, _, _ = self._sampler.sample(self._synced_weights, Purpose.STALE_ROLLOUT, update)
+        return batch, age_of_run[:, None, None, None]
+
+    def _keep(self, batch: Batch) -> None:
+        if self._schedule.kind == "by_length":
+            batch = by_length(batch, self._task.end)
+        self._history.append(batch)
 
 
 class History:
@@ -311,7 +372,7 @@ class Step:
             completion=torch.where(is_token, completion, S * C),
             advantages=_append(advantages, last=0.0),
             group=_append(group, last=S * B),
-            staleness=staleness.repeat_interleave(G * L, dim=1).flatten(),
+            staleness=staleness.flatten(),
             finished=_append((batch.tokens == task.end).any(dim=-1).flatten(), last=True),
         )
         if recipe.needs_step_statistics:
@@ -321,6 +382,7 @@ class Step:
         self.advantages = advantages.view(S, C)
         self.gradient = torch.where(is_token, derivative.gradient_T, 0.0).view(batch.tokens.shape)
         """[S, B, G, L] of the loss by the log-prob of each token"""
+        self.staleness = staleness.reshape(S, C, L)
         self.is_clipped = derivative.clipped_T.view(S, C, L)
         self.log_ratio = (inputs.logp - inputs.rollout_logp).view(S, C, L)  # pyright: ignore
         learns_from = advantages.view(S, C) != 0
@@ -442,6 +504,8 @@ class Diagnostics:
     kl                  rho - 1 - log rho: estimates KL(alpha || pi) per token, nats
     kl_first_quarter    the same over the first quarter of the run
     rate_factor         of the learning rate, by the run's control
+    age                 of the tokens, updates
+    age_by_length       slope of the mean age of a completion by its length, updates per token
     """
 
     def __init__(self) -> None:
@@ -462,6 +526,9 @@ class Diagnostics:
         self._columns["log_ratio_squared"].append(log_ratio.square().sum(dim=(1, 2)) / tokens)
         self._columns["kl"].append(step.kl)
         self._columns["rate_factor"].append(factors)
+        ages = (step.staleness * step.is_token).sum(dim=-1)  # [S, C], summed over tokens
+        self._columns["age"].append(ages.sum(dim=1) / tokens)
+        self._columns["age_by_length"].append(_slope(ages, step.is_token.sum(dim=-1)))
 
     def of_run(self, s: int) -> dict[str, float]:
         """The mean of each diagnostic over its finite values; -1 if there are none."""
@@ -473,3 +540,13 @@ class Diagnostics:
             values = values[values.isfinite()]
             means[name] = float(values.mean()) if len(values) else -1.0
         return means
+
+
+def _slope(ages: Tensor, lengths: Tensor) -> Tensor:
+    """The slope of the mean age of a completion by its length, [S]; NaN if all are equally long.
+
+    ages [S, C] are sums over the tokens of a completion, lengths [S, C] their number.
+    """
+    mean_age = ages / lengths
+    deviation = lengths - lengths.float().mean(dim=1, keepdim=True)
+    return (deviation * mean_age).sum(dim=1) / deviation.square().sum(dim=1)
