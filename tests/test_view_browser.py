@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from browser import Browser
-from made_runs import evaluate, fill, group, make_run, metrics, save_tokenizer
+from made_runs import evaluate, fill, group, make_run, metrics, row, save_tokenizer
 from test_view import hostile_run
 
 from lagrpo.view import data
@@ -172,6 +172,55 @@ def test_tokens_are_colored_and_show_their_numbers_on_hover(opened, run):
     page.choose("color", "none")
     assert page.js("document.querySelectorAll('.token').length") == 0
     assert "answer 0 of 1" in page.text(".card")
+
+
+@pytest.fixture
+def mixed_run(tmp_path):
+    """A batch of π_4 with completions of 2, 4 and 8 tokens; the last tokens of the long ones are of
+    later versions: ages (3, 3), (3, 3, 2, 2) and (3, 3, 3, 2, 2, 1, 1, 1)."""
+    run = make_run(tmp_path, "mixed")
+    versions = [[1, 1], [1, 1, 2, 2], [1, 1, 1, 2, 2, 3, 3, 3]]
+    rows = []
+    for number, versions_T in enumerate(versions):
+        text = "abcdefgh"[: len(versions_T)]
+        identity = {"sample_index": number, "policy_version": 4, "staleness": 3}
+        rows.append(row(text, 1.0, policy_versions=versions_T, **identity))
+    run.record(metrics(1))
+    run.record_rollouts(1, rows)
+    return run
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_tokens_of_a_later_version_than_the_first_are_marked(opened, mixed_run, theme):
+    page = opened(mixed_run, address="#tab=rollouts&color=version")
+    page.js(f"document.documentElement.dataset.theme = '{theme}'")
+    assert page.texts(".version") == [
+        "version 1: 7 tokens",
+        "version 2: 4 tokens",
+        "version 3: 3 tokens",
+    ]
+    later = (
+        "[...document.querySelectorAll('.card')].map((c) => c.querySelectorAll('.later').length)"
+    )
+    assert page.js(later) == [0, 2, 5]
+    assert "3 versions" in page.texts(".card")[2]
+    line = (
+        "getComputedStyle(document.querySelector('.card .later')).boxShadow"
+        ".includes(getComputedStyle(document.body).color)"
+    )
+    assert page.js(line)
+
+
+def test_age_is_plotted_against_length_if_completions_have_several_versions(opened, mixed_run, run):
+    assert opened(run).js("document.querySelectorAll('.ages').length") == 0
+    page = opened(mixed_run)
+    assert "3 updates in the shortest third, 2 in the longest" in page.text("figcaption")
+    bins = "[...document.querySelectorAll('.ages title')].map((n) => n.textContent)"
+    assert [text.split(",")[0] for text in page.js(bins)] == [
+        "1 completion of 2 tokens",
+        "1 completion of 4 tokens",
+        "1 completion of 8 tokens",
+    ]
 
 
 @pytest.mark.parametrize(

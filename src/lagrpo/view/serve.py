@@ -40,6 +40,7 @@ SCRIPTS = (
     "data",
     "terms",
     "units",
+    "ages",
     "trend",
     "groups",
     "tokens",

@@ -45,6 +45,25 @@ function prepare(run, index, arrays) {
   rollouts.groupOf = new Uint32Array(rollouts.count);
   for (const { g, first, end } of rollouts.groups) rollouts.groupOf.fill(g, first, end);
   rollouts.byId = new Map(rollouts.groups.map((group) => [group.id, group]));
+  rollouts.age = new Float32Array(rollouts.count).fill(NaN);
+  rollouts.versions = new Uint16Array(rollouts.count);
+  for (let c = 0; c < rollouts.count; c++) ageCompletion(rollouts, c);
+}
+
+/** The number of versions that sampled a completion, and the mean age of its tokens in updates. */
+function ageCompletion(r, c) {
+  const policy = r.groups[r.groupOf[c]].version,
+    versions = new Set();
+  let sum = 0,
+    count = 0;
+  for (let t = r.first_token[c]; t < r.first_token[c + 1]; t++) {
+    if (!r.sampled[t] || r.version[t] < 0) continue;
+    versions.add(r.version[t]);
+    sum += policy - r.version[t];
+    count += 1;
+  }
+  r.versions[c] = versions.size;
+  if (count) r.age[c] = sum / count;
 }
 
 /** What is known of a group: mean and spread of its rewards, who has none, staleness and length. */

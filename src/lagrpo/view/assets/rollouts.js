@@ -220,7 +220,7 @@ function groupPane(app, run, group, passes) {
       "div",
       { class: "bar" },
       choice("color", colorings, state.color, (color) => app.update({ color })),
-      legend(run, state.color),
+      legend(run, group, state.color),
     ),
   );
   const opened = group.first + state.completion,
@@ -259,6 +259,7 @@ function completionFacts(run, c) {
     facts = [plural(lengthOf(run, c), "token")];
   if (!r.finished[c]) facts.push("cut at the limit");
   if (!Number.isNaN(r.staleness[c])) facts.push([term("staleness"), ` ${show(r.staleness[c])}`]);
+  if (isMixed(run, c)) facts.push(plural(r.versions[c], "version"));
   if (!Number.isNaN(r.log_ratio[c])) facts.push(["log ", term("π_k/α"), ` ${signed(r.log_ratio[c])}`]);
   for (const name of r.rewards) facts.push(`${visible(name)} ${show(r[`reward_${name}`][c])}`);
   const excluded = excludedReason(r, c);

@@ -11,7 +11,9 @@ const COLORINGS = {
 const SATURATED = 6; // nats: less likely tokens have the same color
 const RATIO_SATURATED = 0.7; // nats, about ln 2, either way
 const ENTROPY_SATURATED = 3; // nats
-const HUES = [210, 30, 140, 280, 0, 60, 175, 320];
+// Of Okabe and Ito, told apart without seeing red or green; neighbors differ in lightness, too.
+const VERSION_COLORS = ["#0072b2", "#e69f00", "#cc79a7", "#009e73", "#f0e442", "#56b4e9", "#d55e00", "#999999"];
+const LISTED_VERSIONS = 12; // in the legend
 
 /** What was recorded of a token, in nats; NaN where nothing was. */
 function nats(values, t) {
@@ -27,10 +29,19 @@ function tokenText(r, t) {
   return r.vocabulary ? r.vocabulary[r.token[t]] : ` ${r.ids[r.token[t]]} `;
 }
 
+const versionColor = (version) =>
+  `color-mix(in srgb, ${VERSION_COLORS[Math.max(0, version) % VERSION_COLORS.length]} 38%, transparent)`;
+
+/** The version that sampled the first token of a completion. */
+function firstVersion(r, c) {
+  for (let t = r.first_token[c]; t < r.first_token[c + 1]; t++) if (r.sampled[t]) return r.version[t];
+  return -1;
+}
+
 /** The background of a token, or null. */
 function tokenColor(r, t, coloring) {
   if (!r.sampled[t]) return null;
-  if (coloring === "version") return `hsl(${HUES[Math.max(0, r.version[t]) % HUES.length]} 80% 50% / 0.28)`;
+  if (coloring === "version") return versionColor(r.version[t]);
   const value = { logp: -nats(r.rollout_logprobs, t), ratio: ratioOf(r, t), entropy: nats(r.entropy, t) }[coloring] ?? NaN;
   if (Number.isNaN(value)) return null;
   if (coloring === "ratio") return shade(value > 0 ? 210 : 22, Math.abs(value), RATIO_SATURATED);
@@ -40,11 +51,13 @@ function tokenColor(r, t, coloring) {
 /** The tokens from `start`, at most `most` of them, as spans that know their place. */
 function tokenSpans(run, c, coloring, start, most) {
   const r = run.rollouts,
+    first = firstVersion(r, c),
     spans = [];
   const end = Math.min(r.first_token[c + 1], start + most);
   for (let t = start; t < end; t++) {
     const color = tokenColor(r, t, coloring);
-    const kind = r.sampled[t] ? "token" : "token context";
+    const isLater = coloring === "version" && r.version[t] !== first;
+    const kind = r.sampled[t] ? `token${isLater ? " later" : ""}` : "token context";
     const text = visible(tokenText(r, t)).replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t");
     spans.push(el("span", { class: kind, text, data: { t }, style: color ? { background: color } : undefined }));
   }
@@ -118,14 +131,36 @@ function followPointer(strip, run, c) {
   strip.addEventListener("mouseleave", hideTip);
 }
 
+/** The versions that sampled a group, each with its color, and what the line below a token means. */
+function versionNotes(run, group) {
+  const r = run.rollouts,
+    counts = new Map();
+  let isMixedGroup = false;
+  for (let c = group.first; c < group.end; c++) isMixedGroup ||= isMixed(run, c);
+  for (let t = r.first_token[group.first]; t < r.first_token[group.end]; t++)
+    if (r.sampled[t] && r.version[t] >= 0) counts.set(r.version[t], (counts.get(r.version[t]) ?? 0) + 1);
+  const versions = [...counts].sort((a, b) => a[0] - b[0]);
+  const notes = versions.slice(0, LISTED_VERSIONS).map(([version, count]) =>
+    el(
+      "span",
+      { class: "version" },
+      swatch(versionColor(version)),
+      el("span", { text: `version ${version}: ${plural(count, "token")}` }),
+    ),
+  );
+  if (versions.length > LISTED_VERSIONS) notes.push(el("span", { text: `and ${versions.length - LISTED_VERSIONS} more` }));
+  if (isMixedGroup) notes.push(el("span", { class: "token later", text: "not the version of the completion's first token" }));
+  return notes;
+}
+
 /** What the colors mean, and what was not recorded. */
-function legend(run, coloring) {
+function legend(run, group, coloring) {
   const notes = [];
   if (coloring === "logp") {
     const scale = el("span", { class: "scale" });
     notes.push(el("span", { text: "log α: 0" }), scale, el("span", { text: `−${SATURATED} nats or less` }));
   }
-  if (coloring === "version") notes.push(el("span", { text: "a color for each version that sampled tokens" }));
+  if (coloring === "version") notes.push(...versionNotes(run, group));
   if (coloring === "ratio") {
     const text = `orange: less likely under π_k than under α, blue: more likely; full color at ${RATIO_SATURATED} nats`;
     notes.push(el("span", { text: run.rollouts.old_logprobs ? text : "log π_k was not recorded" }));

@@ -450,6 +450,7 @@ function trendTab(app) {
     box,
     el("p", { class: "dim key", text: keyText(units) }),
     smalls,
+    ageFigures(runs),
     all,
     runs.length ? eventLists(app, runs, open) : null,
   );
