@@ -220,7 +220,6 @@ REPLACEMENT = Request(batch=1, epoch=-1, prompt=Prompt(9, (), None))
 class Scripted(EngineDefaults):
     """An engine of version 4 that answers a request with the next of these groups' completions."""
 
-    syncs_in_flight = True
     version = 4
 
     def __init__(self, *answers: tuple[Completion, ...]) -> None:
@@ -252,7 +251,9 @@ def prefetcher_of(versions: torch.Tensor, is_sampled: torch.Tensor | None = None
     prompt = Prompt(0, (), None)
     params = SamplingParams("sample", 1.0, 3)
     engine = Scripted(*[completions] * 3)
-    return Prefetcher(engine, lambda b: [Request(b, 0, prompt)], 2, params)
+    return Prefetcher(
+        engine, lambda b: [Request(b, 0, prompt)], 2, params, continues_completions=True
+    )
 
 
 class WithOtherRank(Ranks):

@@ -179,8 +179,6 @@ def test_prefetcher_rejects_a_group_with_another_number_of_completions():
     class OneLess:
         """An engine that forgets a completion of each group."""
 
-        syncs_in_flight = False
-
         def sample(self, requests, G, params):
             return sampler.sample(requests, G - 1, params)
 

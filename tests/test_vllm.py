@@ -207,7 +207,7 @@ def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, 
     count = torch.tensor(2**20 + 1)
     fake.calls.clear()
     engine.sync_weights({**policy.weights, "count": count}, 1)
-    paths = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume"]
+    paths = ["/pause?mode=abort", "/collective_rpc", "/update_weight_version", "/resume"]
     assert [path for path, _ in fake.calls] == paths
     (path,) = (Path(body["kwargs"]["weights_path"]) for body in fake.bodies("/collective_rpc"))
     written = load_file(path / weights.FILE)
@@ -283,24 +283,83 @@ def test_rejected_weights_leave_the_version_before_for_the_checkpoint(fake, engi
     assert all(torch.equal(current[name], tensor) for name, tensor in old.items())
 
 
-def test_completions_in_flight_continue_after_a_sync(fake, policy):
-    engine = engine_of([Ours(fake)], policy, syncs_in_flight=True, rows=2)
-    engine.sync_weights(policy.weights, 0)
-    started, ended = threading.Event(), threading.Event()
+def stop_first_request(fake: FakeServer) -> threading.Event:
+    """Lets the first group wait for a weight sync, which stops its second completion after a token.
+
+    The event says that the group has begun.
+    """
+    started, stopped = threading.Event(), threading.Event()
 
     def generate(body: JsonObject) -> Answer:
+        del fake.answers[GENERATE]
+        label = fake.label
         started.set()
-        ended.wait(20)
-        return fake.plain_answer(GENERATE, body)
+        stopped.wait(20)
+        choices = [choice(label), choice(label, 1, (7,), (-0.75,), "abort")]
+        return 200, {"model": body.get("model"), "choices": choices}
+
+    def stop(_: object) -> Answer:
+        stopped.set()
+        return 200, {}
 
     fake.answers[GENERATE] = generate
-    coming = engine.sample(requests_for(policy, 3), 2)
+    fake.answers["/pause?mode=abort"] = stop
+    return started
+
+
+def test_completion_that_a_sync_stops_goes_on_from_its_tokens(fake, policy):
+    engine = engine_of([Ours(fake)], policy, rows=2)
+    engine.sync_weights(policy.weights, 0)
+    started = stop_first_request(fake)
+    coming = engine.sample(requests_for(policy, 1), 2)
     assert started.wait(20)
     update(policy)
     engine.sync_weights(policy.weights, 1)
-    ended.set()
-    assert versions([c for _, group in coming for c in group.completions]) == {1}
+    ((request, group),) = coming
+    ended, stopped = group.completions
+    assert ended.versions.tolist() == [0, 0]
+    assert stopped.token_ids.tolist() == [7, 7, 1]
+    assert stopped.rollout_logp.tolist() == [-0.75, -0.5, -0.25]
+    assert stopped.versions.tolist() == [0, 1, 1]
+    assert stopped.finished
+    first, rest = fake.bodies(GENERATE)
+    assert rest["token_ids"] == [*request.prompt.token_ids, 7]
+    params = [body["sampling_params"] for body in (first, rest)]
+    assert [(one["n"], one["max_tokens"]) for one in params] == [(2, 12), (1, 11)]
+    assert rest["sampling_params"]["seed"] - first["sampling_params"]["seed"] not in (0, 1)
+    assert rest["cache_salt"] != first["cache_salt"]
+    assert engine.pop_metrics()["recomputed"] == len(rest["token_ids"])
+    assert engine.in_flight() == []
     engine.close()
+
+
+def test_stopped_group_is_in_flight_until_it_ends_and_goes_on_in_another_run(fake, policy):
+    """The server never answers for the rest, so the group stays as the sync has left it."""
+    engine = engine_of([Ours(fake)], policy, rows=2)
+    engine.sync_weights(policy.weights, 0)
+    started = stop_first_request(fake)
+    engine.sample(requests_for(policy, 1), 2)
+    assert started.wait(20)
+    asked, ended = threading.Event(), threading.Event()
+
+    def hang(_: object) -> Answer:
+        asked.set()
+        ended.wait(20)
+        return 200, {"choices": [choice("", end="abort")]}
+
+    fake.answers[GENERATE] = hang
+    fake.answers["/pause?mode=abort"](None)
+    assert asked.wait(20)
+    (request,) = engine.in_flight()
+    assert [completion.has_ended for completion in request.begun] == [True, False]
+    del fake.answers[GENERATE]
+    resumed = engine_of([Ours(fake)], policy, rows=2)
+    resumed.sync_weights(policy.weights, 0)
+    ((_, group),) = resumed.sample([request], 2)
+    assert [c.token_ids.tolist() for c in group.completions] == [[7, 1], [7, 7, 1]]
+    ended.set()
+    engine.close()
+    resumed.close()
 
 
 def nccl(
@@ -441,7 +500,7 @@ def test_two_buffers_hold_all_versions_from_a_gpu(monkeypatch, fake, kind):
 
 def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     lora = tiny_policy(lora=LORA)
-    engine = engine_of([Ours(fake)], lora, syncs_in_flight=True)
+    engine = engine_of([Ours(fake)], lora)
     engine.sync_weights(lora.weights, 0)
     with engine.weights.using() as label:  # a request in flight keeps its adapter
         update(lora)
@@ -455,7 +514,7 @@ def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     (path,) = fake.adapters.values()
     written = load_adapter_weights(Path(path))
     assert all(torch.equal(written[name], tensor) for name, tensor in lora.weights.items())
-    assert not {"/pause?mode=keep", "/collective_rpc"} & {path for path, _ in fake.calls}
+    assert not {"/pause?mode=abort", "/collective_rpc"} & {path for path, _ in fake.calls}
     engine.close()
     assert not fake.adapters
 
@@ -471,7 +530,7 @@ def test_server_sleeps_until_the_next_sync(fake, engine, policy):
     engine.sync_weights(policy.weights, 1)
     assert [path for path, _ in fake.calls][:3] == [
         "/wake_up",
-        "/pause?mode=keep",
+        "/pause?mode=abort",
         "/collective_rpc",
     ]
     assert versions(sampled(engine, policy)) == {1}

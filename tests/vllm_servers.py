@@ -170,16 +170,13 @@ class Ours(VllmClient):
 def engine_of(
     servers: Sequence[VllmClient],
     policy: Policy,
-    syncs_in_flight: bool = False,
     max_tokens: int = 12,
     rows: int = 32,
 ) -> VllmEngine:
     """An engine of seed 0, in the policy's dtype."""
     weights = WeightTransfer(policy.dtype, policy.model.lm if policy.weights.adapters else None)
     params = SamplingParams("sample", policy.tau, max_tokens)
-    return VllmEngine(
-        servers, weights, policy.chat, params, 0, rows, syncs_in_flight=syncs_in_flight
-    )
+    return VllmEngine(servers, weights, policy.chat, params, 0, rows)
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:

@@ -71,7 +71,6 @@ UNUSED = (
     "strategy",
     "num_generations",
     "dynamic_sampling_rounds",
-    "on_weight_sync",
     "at_start",
     "every",
     "best_metric",

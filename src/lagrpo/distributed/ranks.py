@@ -494,9 +494,8 @@ class FirstRankSampler(EngineDefaults):
     def __init__(self, ranks: Ranks, engine: VllmEngine | None) -> None:
         self.ranks = ranks
         self._engine = engine
-        self.syncs_in_flight, self.servers, self.dtype = ranks.on_rank0(
+        self.servers, self.dtype = ranks.on_rank0(
             lambda: (
-                self.engine.syncs_in_flight,
                 tuple(map(str, self.engine.servers)),
                 self.engine.weights.dtype,
             )
@@ -545,6 +544,9 @@ class FirstRankSampler(EngineDefaults):
         if not self.ranks.is_first:
             return iter(())
         return self.engine.sample(requests, G, params)
+
+    def in_flight(self) -> Sequence[Request]:
+        return self.engine.in_flight() if self.ranks.is_first else ()
 
     def generate_on_server(
         self, number: int, requests: Sequence[Request], G: int, max_tokens: int

@@ -102,7 +102,7 @@ def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bo
         sources = read_environment(run).get("sources", {})
         pairs = zip_longest(settings.task.rewards, saved.task.rewards)
         return all(now and before and _is_moved(now, before, sources) for now, before in pairs)
-    return name in FREE or (f"{name.partition('.')[0]}." in FREE and name != "vllm.on_weight_sync")
+    return name in FREE or f"{name.partition('.')[0]}." in FREE
 
 
 def _is_moved(

@@ -138,11 +138,6 @@ class RolloutEngine(EngineDefaults, Protocol):
     """
 
     @property
-    def syncs_in_flight(self) -> bool:
-        """True if weights may be synced while completions are in flight."""
-        ...
-
-    @property
     def version(self) -> int:
         """The version of the weights that the engine samples with."""
         ...

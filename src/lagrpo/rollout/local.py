@@ -56,7 +56,6 @@ class LocalSampler(EngineDefaults):
     then longer than `longest_prompt`.
     """
 
-    syncs_in_flight = False
     computes_as_trainer = True
 
     def __init__(

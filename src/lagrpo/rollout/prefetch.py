@@ -101,7 +101,7 @@ class Prefetcher:
 
     def before_sync(self) -> None:
         """Completes everything that was submitted, unless completions go on after weight syncs."""
-        if not self._continues_completions and not self._sampler.syncs_in_flight:
+        if not self._continues_completions:
             self.finish()
 
     def on_sync(self, version: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -242,10 +242,21 @@ class VllmSettings(Section):
     """More options of vllm serve for the server that the run starts"""
     weight_transfer: Literal["directory", "nccl"] = "directory"
     """How weights reach the servers: directory (shared files) or nccl"""
-    on_weight_sync: Literal["finish", "continue"] = "finish"
-    """Unfinished completions at a weight sync: finish, or continue with new weights"""
     sleep: bool = False
     """Free the server's GPU memory while the trainer learns: one GPU, sync_every = 1"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_on_weight_sync(cls, values: object) -> object:
+        """Drops a setting of older versions, which runs and their checkpoints have by default."""
+        if not isinstance(values, Mapping) or "on_weight_sync" not in values:
+            return values
+        if values["on_weight_sync"] != "finish":
+            raise ValueError(
+                "on_weight_sync no longer exists: set schedule.max_staleness instead of "
+                "constant_lag, and completions go on after weight syncs"
+            )
+        return {name: value for name, value in values.items() if name != "on_weight_sync"}
 
     @model_validator(mode="after")
     def _check(self) -> VllmSettings:

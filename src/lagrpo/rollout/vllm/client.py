@@ -149,11 +149,12 @@ class VllmClient:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses sampling for the block. Completions in flight continue afterwards.
+        """Pauses sampling for the block, and stops completions in flight.
 
-        After an error in the block the server stays paused.
+        The keys and values that they have are those of the weights before, so they do not go on.
+        Their answers have the tokens so far. After an error in the block the server stays paused.
         """
-        self.call("POST", "/pause?mode=keep", {})
+        self.call("POST", "/pause?mode=abort", {})
         yield
         self.call("POST", "/resume", {})
 
@@ -195,6 +196,10 @@ class VllmClient:
             body = {"lora_name": label, "lora_path": directory}
             self.call("POST", "/v1/load_lora_adapter", body, LOAD_TIMEOUT)
         self.adapter = label
+
+    def stop_requests(self) -> None:
+        """Stops completions in flight. Their answers have the tokens so far."""
+        self.call("POST", "/abort_requests", {})
 
     def unload_adapter(self, label: str) -> None:
         self.call("POST", "/v1/unload_lora_adapter", {"lora_name": label})
@@ -272,7 +277,7 @@ class VllmClient:
     def close(self) -> None:
         """Lets the server drop what it generates. The server runs on."""
         with suppress(SamplerError):
-            self.call("POST", "/abort_requests", {})
+            self.stop_requests()
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +337,12 @@ class GroupQueue:
 
     def ask_all(self, action: Callable[[VllmClient], T]) -> list[T]:
         return run_together([partial(self.ask, server, action) for server in self.servers])
+
+    def wait_until_released(self) -> None:
+        """Waits while groups are held. Raises SamplerError if the run has ended."""
+        self._may_start.wait()
+        if self._is_closed:
+            raise SamplerError("the run has ended")
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ address, so the server does not matter, up to the rounding of other batch shapes
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,8 @@ from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
 from lagrpo.types import Completion, Group, Outcome
 
+# vLLM's reason for the end of a request that was stopped.
+STOPPED = "abort"
 # vLLM writes -9999 for a log-prob of -inf.
 NO_LOGPROB = -9000.0
 
@@ -70,7 +73,6 @@ def build_engine(
         params,
         seed=settings.run.seed,
         max_num_seqs=settings.rollout.max_num_seqs,
-        syncs_in_flight=settings.vllm.on_weight_sync == "continue",
         sleeps=settings.vllm.sleep,
     )
 
@@ -95,15 +97,15 @@ class _Turn:
 
     history: Sequence[int]
     max_tokens: int
-    seed_key: tuple[int, ...] = ()
+    seed_key: tuple[int | str, ...] = ()
 
 
 class VllmEngine(EngineDefaults):
     """A rollout engine that samples from vLLM servers.
 
-    With `syncs_in_flight`, weights are synced while completions are in flight. These continue with
-    the new weights; with adapters each continues with its own. With `sleeps`, the servers sleep
-    while the trainer learns.
+    A weight sync stops completions in flight. The engine submits each again with its tokens so far,
+    whose keys and values the server then computes with the new weights. So the log-prob of a token
+    is the one of its version. With `sleeps`, the servers sleep while the trainer learns.
     """
 
     evaluates = True
@@ -117,7 +119,6 @@ class VllmEngine(EngineDefaults):
         seed: int = 0,
         max_num_seqs: int = 256,
         *,
-        syncs_in_flight: bool = False,
         sleeps: bool = False,
     ) -> None:
         self.servers = list(servers)
@@ -125,12 +126,16 @@ class VllmEngine(EngineDefaults):
         self.chat = chat
         self.params = params
         self.seed = seed
-        self.syncs_in_flight = syncs_in_flight
         self.sleeps = sleeps
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
         # What training samples with. An evaluation may load other weights.
         self._synced: WeightUpdate | None = None
         self._is_asleep = False
+        # The groups that weight syncs have stopped: the completions of each, with their tokens so
+        # far, by the address of the group.
+        self._stopped: dict[tuple[int, int, int], tuple[Request, list[Completion]]] = {}
+        self._recomputed = 0  # tokens, since the last `pop_metrics`
+        self._lock = threading.Lock()  # for these two
 
     @property
     def version(self) -> int:
@@ -202,7 +207,24 @@ class VllmEngine(EngineDefaults):
         return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
 
     def pop_metrics(self) -> dict[str, float]:
-        return self._groups.pop_metrics()
+        with self._lock:
+            recomputed = self._recomputed
+            self._recomputed = 0
+        metrics = self._groups.pop_metrics()
+        if recomputed:
+            metrics["recomputed"] = recomputed
+        return metrics
+
+    def in_flight(self) -> list[Request]:
+        """Returns the groups of one turn that weight syncs have stopped, as of the last sync.
+
+        A resumed run samples what came after it again, and all of the other groups in flight.
+        """
+        with self._lock:
+            return [
+                replace(request, begun=tuple(completions))
+                for request, completions in self._stopped.values()
+            ]
 
     def close(self) -> None:
         self._groups.close()
@@ -242,6 +264,8 @@ class VllmEngine(EngineDefaults):
         with self._groups.held() if self.weights.pauses else nullcontext():
             self.weights.send(self._groups, update)
             self.weights.current = update
+        if not self.weights.pauses:
+            self._groups.ask_all(VllmClient.stop_requests)
 
     def _sample(
         self, request: Request, server: VllmClient, G: int, params: SamplingParams
@@ -288,15 +312,10 @@ class VllmEngine(EngineDefaults):
                 seed_key=(index, len(parts)),
             )
             parts += self._generate(server, request, turn, 1, params)
-        token_ids = torch.cat([part.token_ids for part in parts])
-        return Completion(
-            token_ids=token_ids,
-            rollout_logp=torch.cat([part.rollout_logp for part in parts]),
-            versions=torch.cat([part.versions for part in parts]),
+        return replace(
+            self._join(parts),
             finished=episode.finished,
-            text=self.chat.decode(token_ids.tolist()),
             outcome=parts[-1].outcome or episode.outcome,
-            sampled=torch.cat([part.sampled for part in parts]),
             turns=tuple(episode.turns),
             prefix=episode.prefix,
         )
@@ -304,7 +323,58 @@ class VllmEngine(EngineDefaults):
     def _generate(
         self, server: VllmClient, request: Request, turn: _Turn, n: int, params: SamplingParams
     ) -> list[Completion]:
-        """Returns n samples of a turn by one server."""
+        """Returns n samples of a turn by one server, also if weight syncs stop them."""
+        completions: list[Completion] = []
+        if params.episodes is None:
+            completions += request.begun
+        completions = completions or self._ask(server, request, turn, n, params)
+        numbers = [c for c, completion in enumerate(completions) if not completion.has_ended]
+        if numbers:
+            is_resumable = params.episodes is None and params.purpose == self.params.purpose
+            if is_resumable:
+                with self._lock:
+                    self._stopped[request.address] = (request, completions)
+            try:
+                # A thread per completion, because each goes on from its own tokens.
+                with ThreadPoolExecutor(len(numbers)) as pool:
+                    go_on = partial(self._go_on, server, request, turn, completions, params)
+                    list(pool.map(go_on, numbers))
+            finally:
+                with self._lock:
+                    self._stopped.pop(request.address, None)
+        return [self._cut_at_stop(completion, params.stop) for completion in completions]
+
+    def _go_on(
+        self,
+        server: VllmClient,
+        request: Request,
+        turn: _Turn,
+        completions: list[Completion],
+        params: SamplingParams,
+        number: int,
+    ) -> None:
+        """Samples the rest of completion `number`, with the weights as they are then.
+
+        Another weight sync may stop it once more. `completions` always has the tokens so far.
+        """
+        while not completions[number].has_ended:
+            so_far = completions[number]
+            rest = _Turn(
+                history=[*turn.history, *so_far.token_ids.tolist()],
+                max_tokens=turn.max_tokens - so_far.length,
+                # The random numbers of the tokens so far are not used again.
+                seed_key=(*turn.seed_key, number, "after", so_far.length),
+            )
+            with self._lock:
+                self._recomputed += len(request.prompt.token_ids) + len(rest.history)
+            (more,) = self._ask(server, request, rest, 1, params)
+            completions[number] = self._join([so_far, more])
+
+    def _ask(
+        self, server: VllmClient, request: Request, turn: _Turn, n: int, params: SamplingParams
+    ) -> list[Completion]:
+        """Returns n samples of a turn by one server, as far as they came before a weight sync."""
+        self._groups.wait_until_released()
         seed_key = (self.seed, params.purpose, *request.address, *turn.seed_key)
         # Shifted to leave room: completion number g gets the seed `seed + g`.
         seed = int(generator(*seed_key).random_raw(1)[0]) >> 2
@@ -320,8 +390,19 @@ class VllmEngine(EngineDefaults):
                 stop=params.stop,
                 label=label,
             )
-        completions = [self._read(answer, server) for answer in answers]
-        return [self._cut_at_stop(completion, params.stop) for completion in completions]
+        return [self._read(answer, server) for answer in answers]
+
+    def _join(self, parts: Sequence[Completion]) -> Completion:
+        """Returns one completion of consecutive parts. The last one says how it ended."""
+        token_ids = torch.cat([part.token_ids for part in parts])
+        return replace(
+            parts[-1],
+            token_ids=token_ids,
+            rollout_logp=torch.cat([part.rollout_logp for part in parts]),
+            versions=torch.cat([part.versions for part in parts]),
+            text=self.chat.decode(token_ids.tolist()),
+            sampled=torch.cat([part.sampled for part in parts]),
+        )
 
     def _cut_at_stop(self, completion: Completion, stop: Sequence[str]) -> Completion:
         """Returns the completion up to the token that completes a stop text.
@@ -352,8 +433,9 @@ class VllmEngine(EngineDefaults):
         versions = self._read_versions(answer["weight_versions"] or [], num_tokens, server)
 
         end = answer["finish_reason"]
+        has_ended = end != STOPPED
         outcome = None
-        if not token_ids or end not in ("stop", "length"):
+        if has_ended and (not token_ids or end not in ("stop", "length")):
             outcome = Outcome.failed(f"the server stopped it ({end!r}) after {num_tokens} tokens")
         elif bool((versions < 0).any()):
             outcome = Outcome.failed("the server did not report the weight version of every token")
@@ -367,6 +449,7 @@ class VllmEngine(EngineDefaults):
             finished=bool(token_ids) and token_ids[-1] in self.chat.eos_ids,
             text=self.chat.decode(token_ids),
             outcome=outcome,
+            has_ended=has_ended or outcome is not None,
         )
 
     def _read_versions(self, spans: Sequence[Json], num_tokens: int, server: VllmClient) -> Tensor:
