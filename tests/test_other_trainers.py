@@ -59,6 +59,8 @@ def test_every_name_leads_to_a_setting_or_says_why_there_is_none(name, text):
         ("rollout.top_p", "eval.top_p in evaluations; not available in training"),
         ("rollout.n", "rollout.num_generations"),
         ("actor_rollout_ref.actor.clip_ratio_high", "loss.epsilon_high"),
+        ("async_training.staleness_threshold", "schedule.max_staleness"),
+        ("orchestrator.max_off_policy_steps", "schedule.max_staleness"),
     ],
 )
 def test_unknown_setting_of_another_trainer_is_explained(setting, name_here):

@@ -96,6 +96,10 @@ def test_schedule_follows_from_its_keys():
     assert [loaded.schedule.stage_length for loaded in lengths] == [9, 4]
 
 
+def test_default_of_a_setting_that_older_runs_have_is_dropped():
+    assert load_settings({"vllm": {"on_weight_sync": "finish"}}) == load_settings()
+
+
 @pytest.mark.parametrize(
     ("values", "names"),
     [
@@ -103,6 +107,7 @@ def test_schedule_follows_from_its_keys():
         ({"schedule": {"max_staleness": 2, "constant_lag": 1}}, ("max_staleness", "constant_lag")),
         ({"schedule": {"max_staleness": 0, "sync_every": 2}}, ("max_staleness", "sync_every")),
         ({"schedule": {"max_staleness": 2, "sync_at_kl": 0.1}}, ("max_staleness", "sync_at_kl")),
+        ({"vllm": {"on_weight_sync": "continue"}}, ("on_weight_sync", "schedule.max_staleness")),
         ({"schedule": {"sync_at_kl": 0.1}}, ("sync_at_kl", "sync_every")),
         ({"schedule": {"reset_optimizer": True}}, ("reset_optimizer", "ref_sync_every")),
         (

@@ -3,8 +3,10 @@ these."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,25 +158,61 @@ def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
 # Runs that attach to a server
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
-def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
-    """A pipeline of one batch ahead: completions may span two versions, or are sampled again; the
-    lag is 0 or 1."""
+@pytest.mark.parametrize("schedule", ["constant_lag", "max_staleness"])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
+def test_completions_in_flight_at_a_sync(request, monkeypatch, model, tmp_path, schedule, lora):
+    """Batches of one prompt, three ahead: completions are submitted while others are in flight."""
+    server = request.getfixturevalue("adapting" if lora else "server")
+    monkeypatch.setenv(KEY, server.key)
+    client = VllmClient(server.url, server.key)
+    client.reload_method = server.reload_method
     directory = run(
         model,
         tmp_path,
-        attached,
-        schedule={"constant_lag": 1, "batches": 6},
-        rollout={"max_completion_length": 48},
-        vllm={"on_weight_sync": in_flight},
+        client,
+        model={} if lora is None else {"lora_r": 8},
+        schedule={schedule: 3, "batches": 6, "prompts_per_batch": 1},
+        rollout={"max_completion_length": 300},
+        eval={"at_start": False},
     ).run
     rows = load_rollouts(directory)
-    assert len(rows) == 6 * 2 * 4
+    assert len(rows) == 6 * 4
     assert {row["outcome"] for row in rows} == {"scored"}
     for row in rows:
         assert row["policy_versions"] == sorted(row["policy_versions"])
-        assert {row["policy_version"] - version for version in row["policy_versions"]} <= {0, 1}
-        assert in_flight == "continue" or len({*row["policy_versions"]}) == 1
+        ages = {row["policy_version"] - version for version in row["policy_versions"]}
+        assert max(ages) <= 3
+        assert schedule == "max_staleness" or len(ages) == 1
+    assert verify_run(directory, None).differences == []
+
+
+def test_tokens_have_the_log_probs_of_their_versions_if_syncs_stop_completions(attached, model):
+    """Completions of 400 tokens, and one sync after the other until they have ended."""
+    policy = policy_of(model)
+    engine = engine_of([attached], policy, max_tokens=400)
+    engine.chat = replace(policy.chat, eos_ids=frozenset())
+    engine.sync_weights(policy.weights, 0)
+    weights = [{name: tensor.clone() for name, tensor in policy.weights.items()}]
+    groups: list[Group] = []
+    coming = engine.sample(requests_for(policy, 2), 2)
+    reader = threading.Thread(target=lambda: groups.extend(group for _, group in coming))
+    reader.start()
+    while reader.is_alive():
+        update(policy)
+        engine.sync_weights(policy.weights, policy.version)
+        weights.append({name: tensor.clone() for name, tensor in policy.weights.items()})
+    for group in groups:
+        packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions])])
+        logp_T = torch.cat([c.rollout_logp for c in group.completions])
+        versions_T = torch.cat([c.versions for c in group.completions])
+        assert len(logp_T) == 2 * 400
+        assert len(versions_T.unique()) > 2
+        for version in versions_T.unique().tolist():
+            policy.load(weights[version], version)
+            with torch.no_grad():
+                difference_T = (policy.logp(packed) - logp_T).abs()
+            assert float(difference_T[versions_T == version].max()) < 2e-3
+    engine.weights.close([attached])
 
 
 def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
@@ -183,13 +221,12 @@ def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
         tmp_path,
         attached,
         task={"name": "guess_number", "options": {"largest": 9}, "max_turns": 4},
-        vllm={"on_weight_sync": "continue"},
-        schedule={"constant_lag": 1, "batches": 4},
+        schedule={"max_staleness": 1, "batches": 4},
         rollout={"max_completion_length": 40, "max_prompt_length": 100},
         eval={"at_start": False},
     ).run
     assert max(len(row["messages"]) for row in load_rollouts(directory)) > 1
-    assert [line["staleness/max"] for line in load_metrics(directory)][1:] == [1, 1, 1]
+    assert max(line["staleness/max"] for line in load_metrics(directory)) == 1
     assert verify_run(directory, None).differences == []
 
 

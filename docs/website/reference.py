@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lagrpo.runs.metrics import METRICS
-from lagrpo.settings.other_trainers import NAMES_OF_TRAINERS, TITLES
+from lagrpo.settings.other_trainers import NAMES_OF_TRAINERS, TITLES, WITH_PAGE
 from lagrpo.settings.schema import Settings
 
 DOCS = Path(__file__).parents[1]
@@ -66,9 +66,9 @@ def fill_pages() -> dict[str, str]:
         "settings": fill_page("settings", "settings", setting_rows()),
         "metrics": fill_page("metrics", "metrics", metric_rows()),
     }
-    for trainer, title in TITLES.items():
+    for trainer in WITH_PAGE:
         page = f"from-{trainer}"
-        pages[page] = fill_page(page, f"names of {title}", name_rows(trainer))
+        pages[page] = fill_page(page, f"names of {TITLES[trainer]}", name_rows(trainer))
     return pages
 
 

@@ -1,4 +1,4 @@
-"""Translates the settings of TRL and verl.
+"""Translates the settings of TRL and verl, and the bounds on staleness of other trainers.
 
 Messages about unknown settings use the table, and so do docs/from-trl.md and docs/from-verl.md.
 """
@@ -16,7 +16,8 @@ NAMES_OF_TRAINERS: dict[str, dict[str, dict[str, str]]] = tomllib.loads(
 The text begins with the setting, argument or option that takes the value, or with "not available".
 """
 
-TITLES = {"trl": "TRL", "verl": "verl"}
+TITLES = {"trl": "TRL", "verl": "verl", "prime-rl": "prime-rl", "areal": "AReaL", "skyrl": "SkyRL"}
+WITH_PAGE = ("trl", "verl")
 
 
 def translate(name: str) -> str | None:
