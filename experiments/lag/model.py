@@ -146,13 +146,13 @@ class StackedLlama:
         return log_p.gather(-1, completions[..., None])[..., 0]
 
     def _read(
-        self, weights: Weights, prompts: Tensor, own: Tensor
+        self, weights: Weights, prompts: Tensor, own: Tensor, *, only_keys: bool = False
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Reads prompts [S, B, P] and K tokens of each of their completions, own [S, B, G, K].
 
         Returns the last hidden states [S, B M, d], and for each layer keys and values, each [S B,
         M, H, h]. M = P + G K positions per prompt: its own, then its completions one after the
-        other.
+        other. With `only_keys` the states are those before the last layer.
         """
         S, B, G, K = own.shape
         P = self.P
@@ -166,6 +166,8 @@ class StackedLlama:
             q, k, v = self._project(weights, layer, x, S * B, positions)  # each [S B, M, H, h]
             keys.append(k)
             values.append(v)
+            if only_keys and layer == self.architecture.layers - 1:
+                break
             prompt_attended = F.scaled_dot_product_attention(
                 q[:, :P].transpose(1, 2),
                 k[:, :P].transpose(1, 2),
@@ -233,19 +235,15 @@ class StackedLlama:
                 break
             if len(policies) > 1 and policies[t + 1] is not weights:
                 weights = policies[t + 1]
-                log_p, cache = self._read_again(weights, prompts, samples.tokens[..., : t + 1])
-            else:
-                log_p = self.next_log_probs(weights, token, torch.tensor([t]), cache)
+                cache = self._read_again(weights, prompts, samples.tokens[..., :t])
+            log_p = self.next_log_probs(weights, token, torch.tensor([t]), cache)
         return samples
 
-    def _read_again(self, weights: Weights, prompts: Tensor, own: Tensor) -> tuple[Tensor, Cache]:
-        """Reads prompts [S, B, P] and the tokens so far of their completions, own [S, B, G, K].
-
-        Returns log-probs of the next token of each completion [S, B, G, V], and the cache.
-        """
-        S, B, G, K = own.shape
+    def _read_again(self, weights: Weights, prompts: Tensor, own: Tensor) -> Cache:
+        """The keys and values of prompts [S, B, P] and of the tokens `own` [S, B, G, K] so far."""
+        _, _, G, K = own.shape
         P = self.P
-        x, keys, values = self._read(weights, prompts, own)
+        _, keys, values = self._read(weights, prompts, own, only_keys=True)
         cache = Cache([], [], [], [])
         for k, v in zip(keys, values, strict=True):
             cache.prompt_keys.append(k[:, :P].permute(0, 2, 3, 1).flatten(0, 1))
@@ -254,9 +252,7 @@ class StackedLlama:
                 by_completion = all_heads[:, P:].unflatten(1, (G, K))  # [S B, G, K, H, h]
                 by_head = by_completion.permute(0, 3, 1, 2, 4).flatten(0, 2)  # [S B H G, K, h]
                 own_heads.append(F.pad(by_head, (0, 0, 0, self.L - K)))
-        last = x.view(S, B, P + G * K, -1)[:, :, P:].unflatten(2, (G, K))[:, :, :, -1]
-        log_p = self._log_softmax(weights, last.reshape(S, B * G, -1))
-        return log_p.view(S, B, G, -1), cache
+        return cache
 
     def next_log_probs(self, weights: Weights, token: Tensor, t: Tensor, cache: Cache) -> Tensor:
         """Log-probs of the token after `token` [S, B, G], which is number t of its completion.

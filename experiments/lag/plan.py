@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
+from lagrpo.settings.lag_table import FRESH_RATE
+
 from .ages import Kind, Schedule
 from .control import Control
 from .methods import Method, Table
@@ -74,6 +76,7 @@ LENGTH_TASKS = ("gamble", "journey")
 LENGTH_KINDS: tuple[Kind, ...] = ("in_order", "by_length", "mixed")
 """Long completions fresher than short ones, as stale as they are long, and neither."""
 LENGTH_LAGS = (64, 16, 4)
+LENGTH_RATES = (FRESH_RATE,)
 LENGTH_METHODS = (
     "grpo",
     "prime_rl",
@@ -197,7 +200,7 @@ def length_plan(methods: Methods) -> list[Pass]:
     """The passes whose ages go with the length of completions, and those to compare them with."""
     plan = _Plan(methods)
     for task, lag, kind in product(LENGTH_TASKS, LENGTH_LAGS, LENGTH_KINDS):
-        plan.add("published", (task,), kind, (lag,), FIRST_SEEDS, VARIANT_RATES, LENGTH_METHODS)
+        plan.add("published", (task,), kind, (lag,), FIRST_SEEDS, LENGTH_RATES, LENGTH_METHODS)
     return plan.passes
 
 

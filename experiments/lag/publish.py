@@ -48,6 +48,7 @@ from .verdicts import (
     better_on_both_sentence,
     claims_table,
     compare_with_baseline,
+    lengths_table,
     minus_baseline_table,
     on_all_tasks,
     variants_table,
@@ -67,6 +68,7 @@ BLOCKS_OF_PAGES = {
         "tasks",
         "learning rates",
         "schedules",
+        "lengths",
         "agreement",
         "variants",
         "language model",
@@ -180,6 +182,7 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
         "tasks": all_tasks_table(on_tasks),
         "learning rates": learning_rates_table(cells, methods),
         "schedules": schedules_table(records, methods),
+        "lengths": lengths_table(records, labels),
         "agreement": agreement_table(
             records, LAGS, language_model_agreement(records, methods, LAGS)
         ),

@@ -17,7 +17,15 @@ from lagrpo.study.statistics import CONFIDENCE, Verdict
 
 from .ages import Kind
 from .methods import Table
-from .plan import LARGE_RATES, MAIN_METHODS, VARIANT_RATES
+from .plan import (
+    LARGE_RATES,
+    LENGTH_LAGS,
+    LENGTH_METHODS,
+    LENGTH_RATES,
+    LENGTH_TASKS,
+    MAIN_METHODS,
+    VARIANT_RATES,
+)
 from .records import Record, RunKey
 from .report import (
     BASELINE,
@@ -364,6 +372,69 @@ def variants_table(records: Records, labels: Mapping[str, str], lag: int = 64) -
             ]
         )
     return markdown_table(rows)
+
+
+LENGTH_WORDS: dict[Kind, str] = {
+    "mixed": "independent of length",
+    "in_order": "long ones are fresher: in flight, in order",
+    "by_length": "long ones are older: first ended first",
+}
+
+
+def lengths_table(records: Records, labels: Mapping[str, str]) -> str:
+    """A row for each task, lag and kind of ages, which go with the length of completions or do not.
+
+    Only losses of LENGTH_METHODS with runs of all three kinds count, at the rate f. `labels` has
+    the text of each method.
+    """
+    head = ["task", "largest age", "ages", "mean age", "age per token of length"]
+    rows = [[*head, "losses", "agrees with the first row", "first three", "`grpo`", "`prime_rl`"]]
+    for task, lag in product(LENGTH_TASKS, LENGTH_LAGS):
+        by_kind = {
+            kind: areas(records, task, (kind, lag), rates=LENGTH_RATES) for kind in LENGTH_WORDS
+        }
+        common = set(LENGTH_METHODS).intersection(*by_kind.values())
+        if len(common) < 3:
+            continue
+        for kind, words in LENGTH_WORDS.items():
+            order = {name: by_kind[kind][name] for name in LENGTH_METHODS if name in common}
+            ranking = sorted(order, key=order.__getitem__, reverse=True)
+            independent = {name: by_kind["mixed"][name] for name in order}
+            mean_age, slope = _ages(records, task, kind, lag)
+            rows.append(
+                [
+                    f"`{task}`",
+                    str(lag),
+                    words,
+                    mean_age,
+                    slope,
+                    str(len(order)),
+                    NOT_RUN if kind == "mixed" else agreement_text(order, independent),
+                    ", ".join(labels[name] for name in ranking[:3]),
+                    *(_percent(order.get(name)) for name in ("grpo", "prime_rl")),
+                ]
+            )
+    return markdown_table(rows)
+
+
+def _ages(records: Records, task: str, kind: Kind, lag: int) -> tuple[str, str]:
+    """The mean age of a token, and how the mean age of a completion changes by its length."""
+    diagnostics = [
+        record.diagnostics
+        for key, record in records.items()
+        if (key.table, key.task, key.schedule, key.lag) == ("published", task, kind, lag)
+        and "age" in record.diagnostics
+    ]
+    if not diagnostics:
+        # Older records of mixed ages, which are uniform on 0 .. lag.
+        return f"{lag / 2:g}", "0"
+    mean_age = fmean(one["age"] for one in diagnostics)
+    slope = fmean(one["age_by_length"] for one in diagnostics)
+    return f"{mean_age:.1f}", f"{slope:+.1f}".replace("-", "−")
+
+
+def _percent(share: float | None) -> str:
+    return NOT_RUN if share is None else f"{100 * share:.0f}"
 
 
 def agreement_text(left: Mapping[str, float], right: Mapping[str, float]) -> str:
