@@ -327,7 +327,9 @@ class VllmEngine(EngineDefaults):
         completions: list[Completion] = []
         if params.episodes is None:
             completions += request.begun
-        completions = completions or self._ask(server, request, turn, n, params)
+        if not completions:
+            sampled = self._ask(server, request, turn, n, params)
+            completions = [self._cut_at_stop(completion, params.stop) for completion in sampled]
         numbers = [c for c, completion in enumerate(completions) if not completion.has_ended]
         if numbers:
             is_resumable = params.episodes is None and params.purpose == self.params.purpose
@@ -342,7 +344,7 @@ class VllmEngine(EngineDefaults):
             finally:
                 with self._lock:
                     self._stopped.pop(request.address, None)
-        return [self._cut_at_stop(completion, params.stop) for completion in completions]
+        return completions
 
     def _go_on(
         self,
@@ -368,7 +370,8 @@ class VllmEngine(EngineDefaults):
             with self._lock:
                 self._recomputed += len(request.prompt.token_ids) + len(rest.history)
             (more,) = self._ask(server, request, rest, 1, params)
-            completions[number] = self._join([so_far, more])
+            joined = self._join([so_far, more])
+            completions[number] = self._cut_at_stop(joined, params.stop)
 
     def _ask(
         self, server: VllmClient, request: Request, turn: _Turn, n: int, params: SamplingParams
@@ -411,7 +414,7 @@ class VllmEngine(EngineDefaults):
         """
         token_ids = completion.token_ids.tolist()
         length = count_until_stop(self.chat, token_ids, stop)
-        if length is None or completion.outcome is not None:
+        if length is None or completion.outcome is not None or not completion.has_ended:
             return completion
         return replace(
             completion,
