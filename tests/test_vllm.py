@@ -333,6 +333,24 @@ def test_completion_that_a_sync_stops_goes_on_from_its_tokens(fake, policy):
     engine.close()
 
 
+def test_stop_text_across_a_sync_ends_a_completion(fake, policy):
+    """One 4 before the sync and one after it: together they are the text."""
+    engine = engine_of([Ours(fake)], policy, rows=2)
+    engine.sync_weights(policy.weights, 0)
+    started = stop_first_request(fake)
+    params = replace(engine.params, stop=("44",))
+    coming = engine.sample(requests_for(policy, 1), 2, params)
+    assert started.wait(20)
+    update(policy)
+    engine.sync_weights(policy.weights, 1)
+    ((_, group),) = coming
+    ended, stopped = group.completions
+    assert (ended.text, stopped.text) == ("4", "44")
+    assert stopped.versions.tolist() == [0, 1]
+    assert stopped.finished
+    engine.close()
+
+
 def test_stopped_group_is_in_flight_until_it_ends_and_goes_on_in_another_run(fake, policy):
     """The server never answers for the rest, so the group stays as the sync has left it."""
     engine = engine_of([Ours(fake)], policy, rows=2)
