@@ -333,7 +333,8 @@ def _methods(cells: Cells) -> list[str]:
 
 
 def _columns(cells: Cells) -> list[Column]:
-    return sorted({column for _, column in cells})
+    """The schedules that all methods are planned for, or most."""
+    return sorted({column for _, column in cells if column[0] not in ("in_order", "by_length")})
 
 
 def _column_name(column: Column) -> str:

@@ -394,7 +394,7 @@ def lengths_table(records: Records, labels: Mapping[str, str]) -> str:
             kind: areas(records, task, (kind, lag), rates=LENGTH_RATES) for kind in LENGTH_WORDS
         }
         common = set(LENGTH_METHODS).intersection(*by_kind.values())
-        if len(common) < 3:
+        if not common:
             continue
         for kind, words in LENGTH_WORDS.items():
             order = {name: by_kind[kind][name] for name in LENGTH_METHODS if name in common}
