@@ -251,9 +251,7 @@ def prefetcher_of(versions: torch.Tensor, is_sampled: torch.Tensor | None = None
     prompt = Prompt(0, (), None)
     params = SamplingParams("sample", 1.0, 3)
     engine = Scripted(*[completions] * 3)
-    return Prefetcher(
-        engine, lambda b: [Request(b, 0, prompt)], 2, params, continues_completions=True
-    )
+    return Prefetcher(engine, lambda b: [Request(b, 0, prompt)], 2, params)
 
 
 class WithOtherRank(Ranks):
