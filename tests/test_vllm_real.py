@@ -360,8 +360,9 @@ def test_server_that_cannot_start_shows_its_log(model, tmp_path):
         run(model, tmp_path, vllm={"server_args": ["--no-such-option"]})
 
 
+@pytest.mark.parametrize("schedule", [{"sync_every": 1}, {"max_staleness": 2}], ids=str)
 def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_another(
-    model, tmp_path, monkeypatch
+    model, tmp_path, monkeypatch, schedule
 ):
     original, recorded, root = Training.record, list[Step](), tmp_path / "servers"
     root.mkdir()
@@ -374,7 +375,7 @@ def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_ano
             kill(servers[0])
 
     monkeypatch.setattr(Training, "record", record)
-    sections: JsonObject = {"run": {"name": "one"}, "schedule": {"sync_every": 1, "batches": 4}}
+    sections: JsonObject = {"run": {"name": "one"}, "schedule": {**schedule, "batches": 4}}
     try:
         monkeypatch.setenv(KEY, servers[0].key)
         with pytest.raises(SamplerError, match="start it again"):
@@ -382,6 +383,7 @@ def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_ano
         monkeypatch.setenv(KEY, servers[1].key)
         result = run(model, tmp_path, VllmClient(servers[1].url), resume="auto", **sections)
         assert [line["step"] for line in load_metrics(result.run)] == [1, 2, 3, 4]
+        assert verify_run(result.run, None, trust_run_code=True).differences == []
     finally:
         for server in servers:
             server.close()

@@ -200,6 +200,8 @@ def length_plan(methods: Methods) -> list[Pass]:
     """The passes whose ages go with the length of completions, and those to compare them with."""
     plan = _Plan(methods)
     for task, lag, kind in product(LENGTH_TASKS, LENGTH_LAGS, LENGTH_KINDS):
+        if task in MAIN_TASKS and (kind, lag) == ("mixed", 64):
+            continue  # full_plan has these, with more rates
         plan.add("published", (task,), kind, (lag,), FIRST_SEEDS, LENGTH_RATES, LENGTH_METHODS)
     return plan.passes
 
