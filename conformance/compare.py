@@ -25,17 +25,15 @@ stubs.install()
 
 import torch  # noqa: E402
 from cases import Case  # noqa: E402
+from page import relative_difference, write_table  # noqa: E402
 from pairing import Pairing, Side  # noqa: E402
 from pairings import PAIRINGS  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-PAGE = ROOT / "reports" / "conformance.md"
 BEGIN = "<!-- conformance: begin -->"
 END = "<!-- conformance: end -->"
 # Our weights of completions are float32, and the peers add up to 1e-8 to their denominators.
 AGREE = 1e-5
-# Values smaller than this are differences of larger terms.
-LEAST = 1e-2
 PACKAGES = {
     "TRL": "trl",
     "verl": "verl",
@@ -83,12 +81,6 @@ def evaluate(side: Side, case: Case) -> tuple[Tensor, Tensor | None]:
     # The loss of a pairing is one number. Advantages, [C], have returned above.
     [gradient] = torch.autograd.grad(result.sum(), logp)
     return result.detach(), gradient
-
-
-def relative_difference(a: Tensor, b: Tensor) -> float:
-    """The greatest |a - b|, divided by the largest absolute value in both, at least LEAST."""
-    largest = max(float(a.abs().max()), float(b.abs().max()), LEAST)
-    return float((a.double() - b.double()).abs().max()) / largest
 
 
 def surprise(pairing: Pairing, difference: Difference) -> str:
@@ -155,16 +147,9 @@ def main() -> None:
             surprises.append(f"{pairing.peer} {pairing.function} and {pairing.ours_is}: {text}")
     # A page with a wrong row must not be written.
     if not options.check and not surprises:
-        write_table(table(lines, options.cases))
+        write_table(table(lines, options.cases), BEGIN, END)
     print("\n".join(["", *surprises, f"{len(lines)} pairings, {len(surprises)} not as expected"]))
     sys.exit(bool(surprises))
-
-
-def write_table(text: str) -> None:
-    """Puts the text between the markers of PAGE."""
-    before, _, after_begin = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = after_begin.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
