@@ -129,6 +129,7 @@ chaos: $(STAMP)
 
 conformance: $(CONFORMANCE)/installed
 	$(ONE_THREAD) $(CONFORMANCE)/bin/python conformance/compare.py $(OPTIONS)
+	$(ONE_THREAD) $(CONFORMANCE)/bin/python conformance/inside.py
 
 portability: $(STAMP)
 	$(BIN)/python benchmarks/portability.py $(OPTIONS)

@@ -73,7 +73,7 @@ END = "<!-- inside: end -->"
 
 def gradient_in_verl(name: str, case: Case) -> float:
     """The relative difference of the gradients; two micro-batches. ValueError: not supported."""
-    overrides: dict[str, object] = {}
+    overrides: dict[str, bool | float | str] = {}
     try:
         recipe = lagrpo.verl.find_supported(name)
     except ValueError:

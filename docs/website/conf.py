@@ -44,6 +44,7 @@ NAVIGATION = {
         "staleness",
         "algorithms",
         "own-loss",
+        "elsewhere",
         "extending",
         "multi-turn",
     ],

@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import fields, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def _check_version() -> None:
         if (int(major), int(minor)) >= (1, 15):
             return
     raise ImportError(
-        f"lagrpo.trl works with TRL 1.15 and 1.16, and this is {version('trl')}: "
+        f"lagrpo.trl works with TRL 1.15 and 1.16, and this is {trl.__version__}: "
         "pip install 'trl==1.16.*'"
     )
 
@@ -120,18 +119,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         # The same numbers in every process.
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         uniform_C = torch.rand(len(rewards_C), generator=generator).to(rewards_C.device)
+        scored_lengths_C = lengths_C[is_scored_C].clamp(min=1)
         x = AdvantageInputs(
             rewards=rewards_C[is_scored_C],
             group=group_C[is_scored_C],
-            lengths=lengths_C[is_scored_C].clamp(min=1),
+            lengths=scored_lengths_C,
             uniform=uniform_C[is_scored_C],
         )
         limit = self.max_completion_length
         advantages_C = torch.zeros_like(rewards_C)
         advantages_C[is_scored_C] = self.recipe.advantages(x, limit)
         flat_C = zero_variance(x.rewards, x.group)
+        scored_weight_C = self.recipe.weights(scored_lengths_C, flat_C, limit)
         weight_C = torch.zeros_like(rewards_C)
-        weight_C[is_scored_C] = self.recipe.weights(x.lengths, flat_C, limit).to(weight_C.dtype)
+        weight_C[is_scored_C] = scored_weight_C.to(weight_C.dtype)
         # The table of completions shows these advantages instead of TRL's.
         logged = self._logs["advantages"]
         for _ in range(min(len(logged), len(advantages_C))):

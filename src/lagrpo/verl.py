@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,6 +32,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.core.rows import RECIPES
 
 try:
+    import verl
     from verl.trainer.ppo import core_algos
 except ModuleNotFoundError as error:
     raise ImportError(
@@ -78,17 +78,17 @@ def find_supported(
     missing = missing_inputs(resolved)
     if not missing:
         return resolved
-    cure = ""
+    cure = "take lagrpo.trl or lagrpo train"
     if resolved.beta > 0 and not missing_inputs(resolved.with_knob("beta", 0.0)):
         cure = (
-            f': call lagrpo.verl.register("{resolved.name}", {{"beta": 0}}) and set verl\'s '
+            f'call lagrpo.verl.register("{resolved.name}", {{"beta": 0}}) and set verl\'s '
             f"actor.use_kl_loss=True, actor.kl_loss_coef={resolved.beta:g}"
         )
     elif resolved.correction is not None:
-        cure = ": take grpo_recomputed with verl's algorithm.rollout_correction.rollout_is"
+        cure = "take grpo_recomputed with verl's algorithm.rollout_correction.rollout_is"
     raise ValueError(
-        f"recipe {resolved.name!r} needs {' and '.join(missing)}, and verl passes no such "
-        f"thing to a policy loss{cure}"
+        f"recipe {resolved.name!r} needs {' and '.join(missing)}, which verl does not pass to a "
+        f"policy loss: {cure}"
     )
 
 
@@ -98,7 +98,7 @@ def missing_inputs(recipe: Recipe) -> list[str]:
     if recipe.needs_step_statistics:
         missing.append("statistics of the whole step")
     if recipe.needs_rollout_logp and recipe.needs_old_logp:
-        missing.append("two sets of old log-probs, α's and π_k's")
+        missing.append("the log-probs of both α and π_k")
     if recipe.overlong_buffer:
         missing.append("the longest length of a completion")
     return missing
@@ -153,7 +153,7 @@ def group_advantages(
     response_mask: Tensor,
     index: Any = None,
     config: Any = None,
-    **_: Any,
+    **_others: Any,
 ) -> tuple[Tensor, Tensor]:
     """An advantage estimator of verl: advantages and returns, both [C, L].
 
@@ -200,11 +200,11 @@ def _check_version() -> None:
     Before 0.9 bypass mode replaced loss_mode by verl's own loss.
     """
     known = list(inspect.signature(core_algos.get_policy_loss_fn("vanilla")).parameters)
-    major, minor, *_ = version("verl").split(".")
+    major, minor, *_ = verl.__version__.split(".")
     if known != ARGUMENTS or (int(major), int(minor)) < (0, 9):
         raise ImportError(
-            f"lagrpo.verl works with the policy losses of verl 0.9, and this is "
-            f"{version('verl')}: pip install 'verl==0.9.*'"
+            "lagrpo.verl works with the policy losses of verl 0.9, and this is "
+            f"{verl.__version__}: pip install 'verl==0.9.*'"
         )
 
 
