@@ -30,7 +30,7 @@ try:
     import trl
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"lagrpo.trl needs TRL, and {error.name} is not installed: pip install 'trl>=1.15'"
+        f"lagrpo.trl needs TRL, and {error.name} is not installed: pip install 'trl>=1.16'"
     ) from error
 
 LOSS_SETTINGS = (
@@ -56,11 +56,10 @@ def _check_version() -> None:
             break
     else:
         major, minor, *_ = trl.__version__.split(".")
-        if (int(major), int(minor)) >= (1, 15):
+        if (int(major), int(minor)) >= (1, 16):
             return
     raise ImportError(
-        f"lagrpo.trl works with TRL 1.15 and 1.16, and this is {trl.__version__}: "
-        "pip install 'trl==1.16.*'"
+        f"lagrpo.trl works with TRL 1.16, and this is {trl.__version__}: pip install 'trl==1.16.*'"
     )
 
 
