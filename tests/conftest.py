@@ -114,8 +114,8 @@ def processes_of_other_tests_are_known() -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tiny model of one layer, which tests leave as it is."""
-    return tiny.save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=1)
+    """The directory of a tiny model, which tests leave as it is."""
+    return tiny.save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from typing import TextIO
 import pytest
 from chaos import start
 from running import leftovers, options, tiny_settings
-from tiny import save_tiny
 
 from lagrpo.cli import BARS, COMMANDS, SIMPLE_COMMANDS, main, take_debug
 from lagrpo.core.rows import RECIPES
@@ -29,11 +28,6 @@ from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.command_line import CommandParser
 from lagrpo.settings.load import list_settings, load_settings
 from lagrpo.types import JsonObject
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=2)
 
 
 @pytest.fixture

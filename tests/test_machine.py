@@ -10,7 +10,6 @@ import pytest
 import torch
 from ranks import torchrun_environment
 from running import tiny_settings
-from tiny import save_tiny
 
 from lagrpo import machine
 from lagrpo.cpu import kernels
@@ -117,10 +116,8 @@ def test_memory_is_limited_by_the_container(tmp_path, file, content, is_limited)
 
 
 def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(
-    tmp_path, monkeypatch, capsys
+    model, tmp_path, monkeypatch, capsys
 ):
-    model = save_tiny(tmp_path / "model")
-
     def run(batches: int) -> Path:
         """Starts a run of two threads, or resumes it."""
         sections = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 from page_code import current_directory_with, python_blocks
 from running import tiny_settings
-from tiny import save_tiny
 
 import lagrpo
 from lagrpo.core.recipes import resolve
@@ -32,11 +31,10 @@ def module(tmp_path, monkeypatch):
         yield MODULE
 
 
-def settings(tmp_path, recipe, **loss):
-    model = tmp_path / "model"
-    if not model.exists():
-        save_tiny(model)
-    return tiny_settings(
+@pytest.fixture
+def settings(model, tmp_path):
+    """Settings of a run with this loss."""
+    return lambda recipe, **loss: tiny_settings(
         model,
         tmp_path / "runs",
         run={"name": "own"},
@@ -76,8 +74,8 @@ def test_statistic_of_the_page_is_collected_over_the_step(module):
     assert recipe.required_inputs == {"entropy"}
 
 
-def test_run_with_an_own_loss_resumes_and_verifies_from_the_kept_file(module, tmp_path):
-    run = lagrpo.train(settings(tmp_path, f"{module}:dppo")).run
+def test_run_with_an_own_loss_resumes_and_verifies_from_the_kept_file(settings, module):
+    run = lagrpo.train(settings(f"{module}:dppo")).run
     kept = (run / "loss" / f"{module}.py").read_text("utf-8")
     assert kept == Path(f"{module}.py").read_text("utf-8")
     resumed = lagrpo.train(resume=run, settings={"schedule.batches": 4}, trust_run_code=True)
@@ -88,20 +86,20 @@ def test_run_with_an_own_loss_resumes_and_verifies_from_the_kept_file(module, tm
     assert not verify_run(run, trust_run_code=True).differences
 
 
-def test_function_given_in_python_trains_under_the_name_of_its_module(module, tmp_path):
+def test_function_given_in_python_trains_under_the_name_of_its_module(settings, module):
     function = resolve(f"{module}:dppo").surrogate.function
-    run = lagrpo.train(settings(tmp_path, "grpo"), loss=function).run
+    run = lagrpo.train(settings("grpo"), loss=function).run
     assert f'recipe = "{module}:dppo"' in (run / "config.toml").read_text("utf-8")
 
 
-def test_loss_that_does_not_compute_is_rejected_before_the_model_loads(tmp_path):
+def test_loss_that_does_not_compute_is_rejected_before_the_model_loads(settings, tmp_path):
     with pytest.raises(SettingsError, match="no token has a gradient"):
-        lagrpo.train(settings(tmp_path, "grpo"), loss=lambda x: x.advantage)
+        lagrpo.train(settings("grpo"), loss=lambda x: x.advantage)
     assert not (tmp_path / "runs").exists()
 
 
-def test_mask_of_the_page_that_reads_a_step_statistic_trains(module, tmp_path):
-    trained = lagrpo.train(settings(tmp_path, "reinforce", overrides={"mask": f"{module}:calm"}))
+def test_mask_of_the_page_that_reads_a_step_statistic_trains(settings, module):
+    trained = lagrpo.train(settings("reinforce", overrides={"mask": f"{module}:calm"}))
     assert trained.batches == 3
 
 
@@ -142,8 +140,8 @@ def test_filter_that_gives_other_values_than_0_and_1_is_rejected(tmp_path):
         resolve("grpo", {"filters": [strange]})
 
 
-def test_run_with_a_loss_of_no_module_says_how_it_resumes_and_verifies(tmp_path):
-    run = lagrpo.train(settings(tmp_path, "grpo"), loss=lambda x: x.logp * x.advantage).run
+def test_run_with_a_loss_of_no_module_says_how_it_resumes_and_verifies(settings):
+    run = lagrpo.train(settings("grpo"), loss=lambda x: x.logp * x.advantage).run
     with pytest.raises(SettingsError, match=r"lagrpo.train\(resume=.*loss="):
         lagrpo.train(resume=run)
     report = verify_run(run, trust_run_code=True)
@@ -172,9 +170,9 @@ class Longest(lagrpo.Callback):
 
 
 @pytest.mark.parametrize("tokens", [16, 4096], ids=["many micro-batches", "one micro-batch"])
-def test_own_metrics_are_means_over_the_batch(tmp_path, tokens):
+def test_own_metrics_are_means_over_the_batch(settings, tokens):
     """Tokens of completions with an advantage, whatever micro-batches they are in."""
-    own = settings(tmp_path, "own_functions:logs_metrics")
+    own = settings("own_functions:logs_metrics")
     own["optimizer"]["micro_batch_tokens"] = tokens
     seen = []
 
@@ -198,23 +196,23 @@ def test_own_metrics_are_means_over_the_batch(tmp_path, tokens):
     assert not verify_run(result.run, trust_run_code=True).differences
 
 
-def test_callback_that_cannot_measure_ends_the_run_after_its_batch_is_on_disk(tmp_path):
+def test_callback_that_cannot_measure_ends_the_run_after_its_batch_is_on_disk(settings, tmp_path):
     class Broken(lagrpo.Callback):
         def measure(self, metrics, rollouts):
             raise RuntimeError("no measure")
 
     with pytest.raises(RuntimeError, match="no measure"):
-        lagrpo.train(settings(tmp_path, "grpo"), callbacks=[Broken()])
+        lagrpo.train(settings("grpo"), callbacks=[Broken()])
     run = tmp_path / "runs" / "own"
     assert [line["step"] for line in load_metrics(run)] == [1]
     assert lagrpo.train(resume=run, trust_run_code=True).batches == 3
     assert [line["step"] for line in load_metrics(run)] == [1, 2, 3]
 
 
-def test_metric_of_lagrpo_cannot_be_logged_by_a_loss(tmp_path):
+def test_metric_of_lagrpo_cannot_be_logged_by_a_loss(settings):
     def loss(x):
         x.log("rollout/kl", x.logp)
         return x.logp * x.advantage
 
     with pytest.raises(SettingsError, match="rollout/kl"):
-        lagrpo.train(settings(tmp_path, "grpo"), loss=loss)
+        lagrpo.train(settings("grpo"), loss=loss)

@@ -10,7 +10,6 @@ from datetime import date
 import pytest
 from running import options, tiny_settings
 from test_cli import lagrpo
-from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.logs import redact, redact_values
@@ -18,10 +17,10 @@ from lagrpo.settings.load import load_settings
 from lagrpo.startup.checks import check_secrets
 
 
-def test_command_line_of_a_run_is_recorded_without_secrets(tmp_path, monkeypatch):
+def test_command_line_of_a_run_is_recorded_without_secrets(model, tmp_path, monkeypatch):
     words = ["--openai-key", "planted", "--hub=https://me:planted@host/?api_key=planted", "--n=3"]
     monkeypatch.setattr(sys, "argv", ["/home/me/train.py", *words])
-    settings = tiny_settings(save_tiny(tmp_path / "model"), tmp_path / "runs", run={"name": "run"})
+    settings = tiny_settings(model, tmp_path / "runs", run={"name": "run"})
     assert lagrpo("train", *options(settings))[0] == 0
     command = json.loads(
         (tmp_path / "runs" / "run" / "environment.json").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ import pytest
 import tomli_w
 from chaos import start
 from running import tiny_settings
-from tiny import save_tiny
 
 import lagrpo.study.command as study_command
 from lagrpo.errors import SettingsError
@@ -310,11 +309,9 @@ def test_text_that_is_not_a_measure_is_rejected(text):
 # Files
 
 
-def study_file(root: Path, **changes: object) -> Path:
+def study_file(model: Path, root: Path, **changes: object) -> Path:
     """Two schedules of a tiny run, two seeds."""
-    (root / "base.toml").write_text(
-        tomli_w.dumps(tiny_settings(save_tiny(root / "model"), root)), encoding="utf-8"
-    )
+    (root / "base.toml").write_text(tomli_w.dumps(tiny_settings(model, root)), encoding="utf-8")
     content: JsonObject = {
         "title": "What v costs",
         "settings": "base.toml",
@@ -357,9 +354,9 @@ def study_file(root: Path, **changes: object) -> Path:
         ({"set": {"loss": {"recipe": "grop"}}}, "run v-1-seed3: .*'grop'"),
     ],
 )
-def test_wrong_study_file_is_rejected(tmp_path, changes, cause):
+def test_wrong_study_file_is_rejected(model, tmp_path, changes, cause):
     with pytest.raises(SettingsError, match=cause):
-        load_study(study_file(tmp_path, **changes), tmp_path / "out")
+        load_study(study_file(model, tmp_path, **changes), tmp_path / "out")
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1"])
@@ -376,8 +373,8 @@ def test_required_key_of_a_study_file_is_named_alone(tmp_path):
         load_study(file, tmp_path / "out")
 
 
-def test_run_has_the_settings_of_the_base_the_study_and_its_labels(tmp_path):
-    _, runs = load_study(study_file(tmp_path), tmp_path / "out")
+def test_run_has_the_settings_of_the_base_the_study_and_its_labels(model, tmp_path):
+    _, runs = load_study(study_file(model, tmp_path), tmp_path / "out")
     assert [(run.cell, run.seed) for run in runs] == [
         ((v,), seed) for seed in (3, 4) for v in ("v = 1", "v = 3")
     ]
@@ -398,10 +395,10 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
     }
 
 
-def test_study_of_the_documentation_can_run(tmp_path):
+def test_study_of_the_documentation_can_run(model, tmp_path):
     page = (TESTS.parent / "docs" / "studies.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    file = study_file(tmp_path)
+    file = study_file(model, tmp_path)
     base = (tmp_path / "base.toml").read_text(encoding="utf-8")
     (tmp_path / "settings.toml").write_text(base, encoding="utf-8")
     file.write_text(block, encoding="utf-8")
@@ -420,11 +417,15 @@ def test_study_of_the_documentation_can_run(tmp_path):
         ({"epochs": 1}, {"batches": 4}, {"epochs": 2}, 6),
     ],
 )
-def test_length_of_a_run_is_the_one_set_last(tmp_path, base, changes, label, batches):
+def test_length_of_a_run_is_the_one_set_last(model, tmp_path, base, changes, label, batches):
     file = study_file(
-        tmp_path, set={"schedule": changes}, grid={"v": {"x": {"schedule": label}}}, claims=[]
+        model,
+        tmp_path,
+        set={"schedule": changes},
+        grid={"v": {"x": {"schedule": label}}},
+        claims=[],
     )
-    settings = tiny_settings(tmp_path / "model", tmp_path)
+    settings = tiny_settings(model, tmp_path)
     del settings["schedule"]["batches"]
     settings["schedule"] |= base
     (tmp_path / "base.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
@@ -436,10 +437,10 @@ def test_length_of_a_run_is_the_one_set_last(tmp_path, base, changes, label, bat
     assert load_settings(tmp_path / "run.toml") == runs[0].settings
 
 
-def test_run_with_evaluation_sets_is_finished_once_all_are_evaluated(tmp_path):
+def test_run_with_evaluation_sets_is_finished_once_all_are_evaluated(model, tmp_path):
     sets = [{"name": "easy"}, {"name": "hard"}]
     settings = {"schedule": {"batches": 1}, "eval": {"sets": sets}}
-    _, runs = load_study(study_file(tmp_path, set=settings), tmp_path / "out")
+    _, runs = load_study(study_file(model, tmp_path, set=settings), tmp_path / "out")
     run = runs[0]
     (run.path / "evaluations").mkdir(parents=True)
     (run.path / "config.toml").write_text(to_toml(run.settings), encoding="utf-8")
@@ -462,10 +463,12 @@ def start_forked(run: Any, threads: int) -> Any:
     return process
 
 
-def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, capsys):
+def test_study_ended_by_a_signal_resumes_and_reports(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study_command, "start_run", start_forked)
-    file = study_file(tmp_path, set={"schedule": {"batches": 12}, "checkpoint": {"save_every": 1}})
+    file = study_file(
+        model, tmp_path, set={"schedule": {"batches": 12}, "checkpoint": {"save_every": 1}}
+    )
     out, first = tmp_path / "runs" / "studies" / "study", "v-1-seed3"
     lines = out / first / "metrics.jsonl"
 
@@ -508,13 +511,13 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
 
 
 def test_run_that_failed_to_write_its_weights_after_its_last_evaluation_is_finished(
-    tmp_path, monkeypatch, capsys
+    model, tmp_path, monkeypatch, capsys
 ):
     class Ended:
         def poll(self) -> int:
             return 1
 
-    _, runs = load_study(study_file(tmp_path), tmp_path / "out")
+    _, runs = load_study(study_file(model, tmp_path), tmp_path / "out")
     process = Ended()
     monkeypatch.setattr(study_command, "start_run", lambda run, threads: process)
     monkeypatch.setattr(Run, "is_finished", lambda run: True)
@@ -522,10 +525,10 @@ def test_run_that_failed_to_write_its_weights_after_its_last_evaluation_is_finis
     assert capsys.readouterr().out.endswith("v-1-seed3: finished\n")
 
 
-def test_process_of_a_run_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
+def test_process_of_a_run_imports_nothing_from_the_current_directory(model, tmp_path, monkeypatch):
     (tmp_path / "token.py").write_text("raise SystemExit('executed')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    _, runs = load_study(study_file(tmp_path), tmp_path / "out")
+    _, runs = load_study(study_file(model, tmp_path), tmp_path / "out")
     runs[0].path.parent.mkdir(parents=True)
     monkeypatch.setattr(study_command, "to_toml", lambda settings: "not TOML")
     process = study_command.start_run(runs[0], threads=1)

@@ -13,7 +13,7 @@ import pytest
 import talkers
 from running import tiny_settings
 from test_resume import cut_to, go_on
-from tiny import CHAT, TURNS, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
+from tiny import CHAT, TURNS, tiny_model, tiny_policy, tiny_tokenizer
 
 from lagrpo.errors import SettingsError
 from lagrpo.lifecycle.run import train
@@ -73,12 +73,11 @@ def test_template_gets_the_kwargs_of_the_chat_and_the_special_tokens(chat):
     )
 
 
-def test_template_that_fails_on_one_prompt_ends_the_run_before_it_is_made(tmp_path):
+def test_template_that_fails_on_one_prompt_ends_the_run_before_it_is_made(model, tmp_path):
     failing = (
         "{% if messages[0].content == 'xxx?' %}{{ raise_exception('no x') }}{% endif %}" + CHAT
     )
     (tmp_path / "chat.jinja").write_text(failing, encoding="utf-8")
-    model = save_tiny(tmp_path / "model")
     settings = tiny_settings(
         model, tmp_path / "runs", model={"chat_template": str(tmp_path / "chat.jinja")}
     )
@@ -271,14 +270,14 @@ def test_format_that_no_completion_can_have_gives_a_warning(
     assert ("the reward 'form'" in caplog.text) == warned
 
 
-def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
+def test_tag_that_the_template_opens_counts_for_the_format(model, tmp_path):
     (tmp_path / "chat.jinja").write_text(CHAT + "<think>", encoding="utf-8")
     task = {"rewards": [{"name": "form", "reward": "format", "options": {"pattern": "<think>.*"}}]}
     sections: JsonObject = {
         "model": {"chat_template": str(tmp_path / "chat.jinja")},
         "task": task,
     }
-    run = train(tiny_settings(save_tiny(tmp_path / "model"), tmp_path, **sections)).run
+    run = train(tiny_settings(model, tmp_path, **sections)).run
     assert {row["reward_form"] for row in load_rollouts(run)} == {1.0}
     assert verify_run(run, trust_run_code=True).differences == []
 
@@ -395,7 +394,7 @@ def test_message_that_is_not_in_the_prompt_is_rejected_with_its_role(
         chat.tokenize(Prompt(0, messages, "5"))
 
 
-def test_run_with_a_role_that_the_template_drops_ends_before_it_is_made(tmp_path):
+def test_run_with_a_role_that_the_template_drops_ends_before_it_is_made(model, tmp_path):
     developer = {"role": "developer", "content": "Answer in French."}
     rows = [{"prompt": [*ASK], "answer": "5"}, {"prompt": [developer, *ASK], "answer": "5"}]
     (tmp_path / "rows.jsonl").write_text(
@@ -405,7 +404,7 @@ def test_run_with_a_role_that_the_template_drops_ends_before_it_is_made(tmp_path
     task = {"name": "custom", "data": str(tmp_path / "rows.jsonl"), "rewards": ["exact"]}
     for rollout in ({}, {"overlong_prompts": "drop"}):
         settings = tiny_settings(
-            save_tiny(tmp_path / "model"),
+            model,
             tmp_path / "runs",
             model={"chat_template": str(tmp_path / "chat.jinja")},
             task={**task, "options": {"test_split": "rows", "train_split": "rows"}},
@@ -521,12 +520,10 @@ class Yesterday(datetime):
         return datetime.now(tz) - timedelta(days=1)
 
 
-def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch):
+def test_run_that_resumes_on_another_day_keeps_its_prompts(model, tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(DATED, encoding="utf-8")
-    model: JsonObject = {"chat_template": str(tmp_path / "chat.jinja")}
-    run_settings = tiny_settings(
-        save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}
-    )
+    sections: JsonObject = {"chat_template": str(tmp_path / "chat.jinja")}
+    run_settings = tiny_settings(model, tmp_path, model=sections, checkpoint={"save_every": 1})
     with monkeypatch.context() as patch:
         patch.setattr("lagrpo.startup.build_policy.datetime", Yesterday)
         uninterrupted = train(run_settings).run
