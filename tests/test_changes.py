@@ -489,7 +489,6 @@ FROM_PYTHON: dict[str, tuple[JsonObject, str]] = {
     "memory and closure": ({"data": ROWS, "rewards": [closure(0.5)]}, "data=…, rewards=…"),
     "memory": ({"data": ROWS, "rewards": ["exact"]}, "data=…"),
     "lambda": ({"data": "FILE", "rewards": [lambda completion, answer: 1.0]}, "rewards=…"),
-    "partial": ({"data": "FILE", "rewards": [partial(correct)]}, "rewards=…"),
     "loss": ({"data": "FILE", "rewards": ["exact"], "loss": scaled_loss(0.5)}, "loss=…"),
     "task": (
         {"task": RowTask("own", {"train": "abc", "test": "d"}, lambda row: (row, row), correct)},
@@ -517,6 +516,7 @@ def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, train_arg
 
 def test_functions_of_a_script_and_of_its_directory_are_not_loadable(monkeypatch, tmp_path):
     assert not is_loadable(closure(1.0), "test_changes:closure")
+    assert not is_loadable(partial(correct), "sample_rewards:correct")
     (tmp_path / "beside.py").write_text(
         "def score(completion, answer): return 1.0\n", encoding="utf-8"
     )

@@ -51,9 +51,7 @@ def lagrpo(*words: object) -> tuple[int, str, str]:
 # Training and evaluation
 
 
-@pytest.mark.parametrize(
-    "recipe", ["grpo", "opmd_pairwise", "red_drop"]
-)  # a reference, whole groups, rows left out
+@pytest.mark.parametrize("recipe", ["grpo", "opmd_pairwise"])  # a reference, whole groups
 def test_recipe_trains_and_leaves_a_complete_run(model, tmp_path, recipe):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

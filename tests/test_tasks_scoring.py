@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scoring import make_group, score
 from test_tasks import task_settings
@@ -186,6 +186,7 @@ def test_an_integer_is_read_however_it_is_grouped(number, before):
         assert last.value == number
 
 
+@settings(max_examples=40)  # a text takes milliseconds
 @given(st.text(max_size=80))
 def test_any_text_can_be_read_and_scored(text):
     numerals = find_numerals(simplify(text))
