@@ -87,26 +87,26 @@ LENGTH_METHODS = (
     "sapo",
     "positive_only",
 )
-RATE_CONTROLS: tuple[Control, ...] = ("kl_feedback", "kl_root", "kl_linear", "ess_root")
 CONTROL_RATES = (1e-3, 3e-3)
 """The best rate with fresh samples on both main tasks, f, and three times that."""
 CONTROL_SCHEDULES: tuple[tuple[Kind, int], ...] = (
-    ("sawtooth", 15),
     ("constant", 64),
+    ("sawtooth", 15),
     ("constant", 16),
     ("constant", 256),
 )
-CONTROL_SEEDS = ((0, 1), (2, 3, 4))
-CONTROL_METHODS = (
-    ("prime_rl", "grpo"),
-    ("sapo", "rec_one_side_nois_wide"),
-    tuple(
-        name
-        for name in MAIN_METHODS
-        if name not in ("prime_rl", "grpo", "sapo", "rec_one_side_nois_wide")
-    ),
+CONTROLS_OF_KIND: tuple[dict[Kind, tuple[Control, ...]], ...] = (
+    {"constant": ("kl_feedback", "ess_root"), "sawtooth": ("kl_feedback", "sync_at_kl")},
+    {"constant": ("kl_root",), "sawtooth": ("kl_root", "ess_root")},
 )
-"""MAIN_METHODS: what is recommended and what is usual, then what dies and what does not."""
+"""What a user can set, then the rest. `kl_linear` has some runs and gets no more."""
+CONTROL_SEEDS = ((0, 1), (2, 3, 4))
+DECIDING_METHODS = ("grpo", "sapo", "rec_one_side_nois_wide", "prime_rl")
+"""What is usual, what collapses at f, and what is recommended."""
+CONTROL_METHODS = (
+    DECIDING_METHODS,
+    tuple(name for name in MAIN_METHODS if name not in DECIDING_METHODS),
+)
 FIGURE_METHODS = (
     "stale_reinforce",
     "grpo",
@@ -185,7 +185,7 @@ def full_plan(methods: Methods) -> list[Pass]:
         plan.add("equal", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
         plan.add("equal", MAIN_TASKS, "constant", (64,), seeds)
         plan.add("published", MAIN_TASKS, "mixed", (64,), seeds)
-        plan.add("published", MAIN_TASKS, "sawtooth", (64, 15), seeds)
+        plan.add("published", MAIN_TASKS, "sawtooth", (64,), seeds)
         plan.add("published", MAIN_TASKS, "constant", (4, 0), seeds, only=METHODS_AT_LAG_0)
     # All seeds at once: a run takes a fifth less time in a stack of 20 than in one of 8.
     seeds = FIRST_SEEDS + MORE_SEEDS
@@ -193,6 +193,9 @@ def full_plan(methods: Methods) -> list[Pass]:
     plan.add("published", MAIN_TASKS, "constant", (4,), seeds, only=others)
     plan.add("published", MAIN_TASKS, "constant", (1,), seeds)
     plan.add("equal", MAIN_TASKS, "constant", (16, 256), seeds)
+    others = [name for name in methods["published"] if name not in MAIN_METHODS]
+    for seeds in CONTROL_SEEDS:
+        plan.add("published", MAIN_TASKS, "sawtooth", (15,), seeds, VARIANT_RATES, only=others)
     return [*plan.passes, *control_plan(methods), *length_plan(methods)]
 
 
@@ -209,14 +212,15 @@ def length_plan(methods: Methods) -> list[Pass]:
 def control_plan(methods: Methods) -> list[Pass]:
     """The passes that compare controls of the learning rate, most informative first.
 
-    The runs with a fixed rate are in the table `published`.
+    The runs with a fixed rate are in the table `published`: those of ages 0 to 15 are made here.
     """
     plan = _Plan(methods)
-    for seeds, methods_of_part in product(CONTROL_SEEDS, CONTROL_METHODS):
+    for methods_of_part, seeds, controls_of_kind in product(
+        CONTROL_METHODS, CONTROL_SEEDS, CONTROLS_OF_KIND
+    ):
         for (kind, lag), method in product(CONTROL_SCHEDULES, methods_of_part):
-            controls = RATE_CONTROLS
             if kind == "sawtooth":
-                controls = (*RATE_CONTROLS, "sync_at_kl")
+                plan.add("published", MAIN_TASKS, kind, (lag,), seeds, only=(method,))
             plan.add(
                 "controlled",
                 MAIN_TASKS,
@@ -225,7 +229,7 @@ def control_plan(methods: Methods) -> list[Pass]:
                 seeds,
                 CONTROL_RATES,
                 (method,),
-                controls=controls,
+                controls=controls_of_kind[kind],
             )
     return plan.passes
 
