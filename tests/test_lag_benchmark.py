@@ -20,6 +20,7 @@ from experiments.lag.exact import TOYS, run
 from experiments.lag.methods import load_methods
 from experiments.lag.model import Architecture, StackedLlama, initial_weights, unpack
 from experiments.lag.plan import SAME_AT_LAG_0, Methods, Pass, full_plan, passes_where_some_die
+from experiments.lag.rates import controls_by_loss_table, controls_sentences
 from experiments.lag.records import Record, append_records, load_records
 from experiments.lag.report import find_cells, leaders, rank_agreement
 from experiments.lag.starts import imitate_teacher, mean_score
@@ -658,6 +659,30 @@ def test_method_is_compared_with_grpo_by_area_and_by_the_end(end_of_prime_rl, fi
     assert counts in sentences
     points = round(100 * (54 * 0.2 + 10 * (end_of_prime_rl - 0.9)) / 64 / 0.8)
     assert f"better, +{points} ± 0" in all_tasks_table(comparisons)
+
+
+def test_control_is_compared_with_the_best_fixed_rate_and_by_loss():
+    """The best at lag 0 gains .8, so .2 more of score is 25 points; 1e-3 is f."""
+
+    def with_control(rate: float, curve: list[float]) -> Record:
+        return replace(a_record("grpo", rate, 0, curve), table="controlled", control="kl_feedback")
+
+    dying_curve = [0.9] * 32 + [0.1] * 32
+    records = records_by_key(
+        a_record("topr", 1e-3, 0, [0.9] * 64, lag=0),
+        a_record("grpo", 3e-4, 0, [0.5] * 64),
+        a_record("grpo", 1e-3, 0, [0.3] * 64),
+        a_record("grpo", 3e-3, 0, dying_curve),
+        with_control(1e-3, [0.7] * 64),
+        with_control(3e-3, [0.5] * 64),
+    )
+    sentences = controls_sentences(records)
+    assert "+25.0 points at f (0 % collapse), +0.0 at 3 f (0 %) with the setting" in sentences
+    assert "+0.0 at 3 f (100 %), +0.0 at f / 3 (0 %) without" in sentences
+    table = controls_by_loss_table(records, {"grpo": "`grpo`"})
+    assert (
+        "| `grpo` | 1 | 50, 56 at f / 3 | 50, 56 | 25, 33 / 50, 11 †1 | 75, 78 / 50, 56 |" in table
+    )
 
 
 def test_more_seeds_are_planned_where_some_but_not_all_die():

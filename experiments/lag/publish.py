@@ -27,7 +27,13 @@ from .language_model import (
 )
 from .methods import Method
 from .plan import VARIANT_RATES
-from .rates import controls_table, judge_rules, rules_sentence
+from .rates import (
+    controls_by_loss_table,
+    controls_sentences,
+    controls_table,
+    judge_rules,
+    rules_sentence,
+)
 from .records import Record, RunKey
 from .report import (
     Cell,
@@ -59,7 +65,7 @@ DOCS = ROOT / "docs"
 FIGURE = DOCS / "images" / "lag.png"
 PACKAGE_TABLE = Path(lag_table.__file__).parent / FILE
 BLOCKS_OF_PAGES = {
-    DOCS / "off-policy.md": ("advice",),
+    DOCS / "off-policy.md": ("advice", "setting"),
     ROOT / "reports" / "staleness.md": (
         "expectations",
         "rules",
@@ -188,7 +194,8 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
         ),
         "language model": language_model_table(records, methods),
         "variants": variants_table(records, labels),
-        "controls": controls_table(records),
+        "controls": "\n\n".join([controls_table(records), controls_by_loss_table(records, labels)]),
+        "setting": controls_sentences(records),
         "claims": claims_table(cells, labels, SHARED_RATE),
     }
 

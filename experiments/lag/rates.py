@@ -26,6 +26,14 @@ RULE_COLUMNS: tuple[Column, ...] = (
     ("sawtooth", 64),
     ("mixed", 64),
 )
+KINDS = ("sawtooth", "constant")
+CONTROLS_OF_LOSSES: tuple[Control, ...] = ("fixed", "kl_feedback", "ess_root", "sync_at_kl")
+"""The controls that are compared loss by loss."""
+OTHER_SETTINGS: dict[Control, str] = {
+    "ess_root": "scale_lr_by_ess",
+    "sync_at_kl": "sync_at_kl",
+}
+"""Controls that a user can set instead of scale_lr_by_kl, and their settings."""
 HOPELESS = ("stale_reinforce", "red_drop", "oapl", "tba")
 """Methods that no rule for the learning rate saves."""
 
@@ -102,7 +110,7 @@ def controls_table(records: Records) -> str:
     both in percent of the best loss with fresh samples.
     """
     rows = [["ages", "control", "rate", "area", "score at the end", "collapses", "cells", "runs"]]
-    for kind in "sawtooth", "constant":
+    for kind in KINDS:
         cells = list(_controlled_cells(records, kind))
         arms: list[tuple[Control, float]] = [("fixed", SHARED_RATE)]
         arms.extend((control, rate) for rate in CONTROL_RATES for control in CONTROLS)
@@ -119,6 +127,78 @@ def controls_table(records: Records) -> str:
     return markdown_table(rows)
 
 
+def controls_by_loss_table(records: Records, labels: Mapping[str, str]) -> str:
+    """A row per task, ages and loss: area kept and score at the end, in percent, by control.
+
+    The fixed rates are the best in hindsight and SHARED_RATE, then CONTROL_RATES as for each
+    control. † with a number: the runs that collapse. `labels` has the text of each method.
+    """
+    head = ["task", "ages", "loss", "seeds", "best fixed rate", rate_text(SHARED_RATE)]
+    names = " and ".join(rate_text(rate) for rate in CONTROL_RATES)
+    rows = [[*head, *(f"`{control}` at {names}" for control in CONTROLS_OF_LOSSES)]]
+    for cell in (cell for kind in KINDS for cell in _controlled_cells(records, kind)):
+        best_rate = cell.fixed.best_rate
+        row = [f"`{cell.task}`", cell.ages, labels[cell.method], str(len(cell.seeds))]
+        row.append(f"{cell.text('fixed', best_rate)} at {rate_text(best_rate)}")
+        row.append(cell.text("fixed", SHARED_RATE))
+        for control in CONTROLS_OF_LOSSES:
+            row.append(" / ".join(cell.text(control, rate) for rate in CONTROL_RATES))
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def controls_sentences(records: Records) -> str:
+    """What optimizer.scale_lr_by_kl gains beside fixed rates and the other settings, in words.
+
+    Over the cells in which it was run at every rate of CONTROL_RATES. Another setting is compared
+    over the cells in which it was run, too.
+    """
+    cells = [
+        cell
+        for kind in KINDS
+        for cell in _controlled_cells(records, kind)
+        if all(cell.runs("kl_feedback", rate) for rate in CONTROL_RATES)
+    ]
+    losses = {cell.method for cell in cells}
+    seeds = sorted({len(cell.seeds) for cell in cells})
+    runs = sum(len(cell.runs("kl_feedback", rate)) for cell in cells for rate in CONTROL_RATES)
+    setting = [("kl_feedback", rate) for rate in CONTROL_RATES]
+    fixed: list[tuple[Control, float]] = [("fixed", rate) for rate in (*CONTROL_RATES, SHARED_RATE)]
+    sentences = [
+        f"Over {len(cells)} combinations of {len(losses)} losses, two small tasks and ages, with "
+        f"{' to '.join(str(count) for count in seeds)} seeds each ({runs} runs with the setting), "
+        f"the area kept is above or below the best fixed rate in hindsight by "
+        f"{_differences_text(cells, setting)} with the setting, and by "
+        f"{_differences_text(cells, fixed)} without."
+    ]
+    for control, name in OTHER_SETTINGS.items():
+        both = [cell for cell in cells if all(cell.runs(control, r) for r in CONTROL_RATES)]
+        if both:
+            arms = [(control, rate) for rate in CONTROL_RATES]
+            sentences.append(
+                f"In the {len(both)} combinations with runs of `{name}` these are "
+                f"{_differences_text(both, arms)} with it, and {_differences_text(both, setting)} "
+                "with the setting."
+            )
+    return " ".join(sentences)
+
+
+def _differences_text(
+    cells: Sequence[_ControlledCell], arms: Sequence[tuple[Control, float]]
+) -> str:
+    """As in "+0.3 points at f (0 % collapse), −6.1 at 3 f (2 %)": means over the cells."""
+    texts = []
+    for control, rate in arms:
+        results = [cell.against_best(control, rate) for cell in cells]
+        area = fmean(area for area, _, _ in results)
+        deaths = fmean(deaths for _, _, deaths in results)
+        points, collapse = (" points", " collapse") if not texts else ("", "")
+        texts.append(
+            f"{_points(area)}{points} at {rate_text(rate)} ({100 * deaths:.0f} %{collapse})"
+        )
+    return ", ".join(texts)
+
+
 def _points(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "−")
 
@@ -127,6 +207,9 @@ def _points(value: float) -> str:
 class _ControlledCell:
     """The runs of a method on a task and schedule, by control."""
 
+    task: str
+    method: str
+    column: Column
     fixed: Cell
     by_control: Mapping[Control, Mapping[float, Mapping[int, Record]]]
 
@@ -141,6 +224,24 @@ class _ControlledCell:
         """The runs by seed, of the seeds that were run with a control."""
         by_rate = self.fixed.by_rate if control == "fixed" else self.by_control.get(control, {})
         return {seed: run for seed, run in by_rate.get(rate, {}).items() if seed in self.seeds}
+
+    @property
+    def ages(self) -> str:
+        """The staleness of the samples in updates, as in "64" or "0 to 15"."""
+        kind, lag = self.column
+        return str(lag) if kind == "constant" else f"0 to {lag}"
+
+    def text(self, control: Control, rate: float) -> str:
+        """Area kept and score at the end in percent, as in "92, 99" or "27, 42 †1"; or a dash."""
+        runs = list(self.runs(control, rate).values())
+        if not runs:
+            return "–"
+        updates = self.fixed.updates
+        area = fmean(run.gain(updates) for run in runs) / self.fixed.reference
+        final = fmean(run.final_score(updates) for run in runs) / self.fixed.reference_final
+        collapsed = sum(run.dies(updates) for run in runs)
+        text = f"{100 * area:.0f}, {100 * final:.0f}".replace("-", "−")
+        return f"{text} †{collapsed}" if collapsed else text
 
     def against_best(self, control: Control, rate: float) -> tuple[float, float, float]:
         """Area and score at the end above those of the best fixed rate, and the share of deaths."""
@@ -166,4 +267,5 @@ def _controlled_cells(records: Records, kind: str) -> Iterable[_ControlledCell]:
         fixed = find_cells(records, "published", task)
         for key, by_control in runs.items():
             if key in fixed:
-                yield _ControlledCell(fixed[key], by_control)
+                method, column = key
+                yield _ControlledCell(task, method, column, fixed[key], by_control)
