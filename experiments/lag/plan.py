@@ -101,8 +101,8 @@ CONTROLS_OF_KIND: tuple[dict[Kind, tuple[Control, ...]], ...] = (
 )
 """What a user can set, then the rest. `kl_linear` has some runs and gets no more."""
 CONTROL_SEEDS = ((0, 1), (2, 3, 4))
-DECIDING_METHODS = ("grpo", "sapo", "rec_one_side_nois_wide", "prime_rl")
-"""What is usual, what collapses at f, and what is recommended."""
+DECIDING_METHODS = ("grpo", "sapo", "rec_one_side_nois_wide")
+"""What is usual, what collapses at f, and what does not. `prime_rl` was run before."""
 CONTROL_METHODS = (
     DECIDING_METHODS,
     tuple(name for name in MAIN_METHODS if name not in DECIDING_METHODS),
