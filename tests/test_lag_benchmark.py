@@ -20,7 +20,7 @@ from experiments.lag.exact import TOYS, run
 from experiments.lag.methods import load_methods
 from experiments.lag.model import Architecture, StackedLlama, initial_weights, unpack
 from experiments.lag.plan import SAME_AT_LAG_0, Methods, Pass, full_plan, passes_where_some_die
-from experiments.lag.rates import controls_by_loss_table, controls_sentences
+from experiments.lag.rates import controls_by_loss_table, setting_sentences
 from experiments.lag.records import Record, append_records, load_records
 from experiments.lag.report import find_cells, leaders, rank_agreement
 from experiments.lag.starts import imitate_teacher, mean_score
@@ -676,9 +676,10 @@ def test_control_is_compared_with_the_best_fixed_rate_and_by_loss():
         with_control(1e-3, [0.7] * 64),
         with_control(3e-3, [0.5] * 64),
     )
-    sentences = controls_sentences(records)
-    assert "+25.0 points at f (0 % collapse), +0.0 at 3 f (0 %) with the setting" in sentences
-    assert "+0.0 at 3 f (100 %), +0.0 at f / 3 (0 %) without" in sentences
+    sentences = setting_sentences(records)
+    assert "+25.0 at f (end +22.2, 0 % collapse), +0.0 at 3 f (end +0.0, 0 %" in sentences
+    assert "+0.0 at f / 3 (end +0.0, 0 % collapse), −25.0 at f (end −22.2, 0 %" in sentences
+    assert "+0.0 at 3 f (end −44.4, 100 % collapse)" in sentences
     table = controls_by_loss_table(records, {"grpo": "`grpo`"})
     assert (
         "| `grpo` | 1 | 50, 56 at f / 3 | 50, 56 | 25, 33 / 50, 11 †1 | 75, 78 / 50, 56 |" in table

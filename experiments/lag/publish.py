@@ -29,10 +29,11 @@ from .methods import Method
 from .plan import VARIANT_RATES
 from .rates import (
     controls_by_loss_table,
-    controls_sentences,
     controls_table,
     judge_rules,
+    other_settings_sentences,
     rules_sentence,
+    setting_sentences,
 )
 from .records import Record, RunKey
 from .report import (
@@ -195,7 +196,7 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
         "language model": language_model_table(records, methods),
         "variants": variants_table(records, labels),
         "controls": "\n\n".join([controls_table(records), controls_by_loss_table(records, labels)]),
-        "setting": controls_sentences(records),
+        "setting": setting_sentences(records),
         "claims": claims_table(cells, labels, SHARED_RATE),
     }
 

@@ -18,6 +18,8 @@ from .records import Record, RunKey
 from .report import Cell, Cells, Column, find_cells, markdown_table
 
 Records = Mapping[RunKey, Record]
+Arm = tuple[Control, float]
+"""a control, and the learning rate that it changes"""
 RULE_COLUMNS: tuple[Column, ...] = (
     ("constant", 4),
     ("constant", 16),
@@ -112,7 +114,7 @@ def controls_table(records: Records) -> str:
     rows = [["ages", "control", "rate", "area", "score at the end", "collapses", "cells", "runs"]]
     for kind in KINDS:
         cells = list(_controlled_cells(records, kind))
-        arms: list[tuple[Control, float]] = [("fixed", SHARED_RATE)]
+        arms: list[Arm] = [("fixed", SHARED_RATE)]
         arms.extend((control, rate) for rate in CONTROL_RATES for control in CONTROLS)
         for control, rate in arms:
             with_runs = [cell for cell in cells if cell.runs(control, rate)]
@@ -147,55 +149,61 @@ def controls_by_loss_table(records: Records, labels: Mapping[str, str]) -> str:
     return markdown_table(rows)
 
 
-def controls_sentences(records: Records) -> str:
-    """What optimizer.scale_lr_by_kl gains beside fixed rates and the other settings, in words.
+def setting_sentences(records: Records) -> str:
+    """What optimizer.scale_lr_by_kl gains beside fixed rates, in words, for docs/off-policy.md."""
+    cells = _cells_with_setting(records)
+    losses = {cell.method for cell in cells}
+    seeds = sorted({len(cell.seeds) for cell in cells})
+    runs = sum(len(cell.runs("kl_feedback", rate)) for cell in cells for rate in CONTROL_RATES)
+    return (
+        f"Over {len(cells)} combinations of loss, task and ages ({len(losses)} losses, the two "
+        f"small tasks, {' to '.join(map(str, seeds))} seeds, {runs} runs with the setting), the "
+        "area kept minus that of the best fixed rate in hindsight, in points, is "
+        f"{_differences_text(cells, _at_rates('kl_feedback'))} with the setting. With a fixed rate "
+        f"it is {_differences_text(cells, [('fixed', SHARED_RATE), *_at_rates('fixed')])}."
+    )
 
-    Over the cells in which it was run at every rate of CONTROL_RATES. Another setting is compared
-    over the cells in which it was run, too.
-    """
-    cells = [
+
+def other_settings_sentences(records: Records) -> str:
+    """The same for each of OTHER_SETTINGS, over the cells in which both were run."""
+    sentences = []
+    for control, name in OTHER_SETTINGS.items():
+        cells = [
+            cell
+            for cell in _cells_with_setting(records)
+            if all(cell.runs(control, rate) for rate in CONTROL_RATES)
+        ]
+        if cells:
+            sentences.append(
+                f"Where `{name}` was run ({len(cells)} combinations), the difference is "
+                f"{_differences_text(cells, _at_rates(control))} with that, and "
+                f"{_differences_text(cells, _at_rates('kl_feedback'))} with `scale_lr_by_kl`."
+            )
+    return " ".join(sentences)
+
+
+def _cells_with_setting(records: Records) -> list[_ControlledCell]:
+    """The cells in which scale_lr_by_kl was run at every rate of CONTROL_RATES."""
+    return [
         cell
         for kind in KINDS
         for cell in _controlled_cells(records, kind)
         if all(cell.runs("kl_feedback", rate) for rate in CONTROL_RATES)
     ]
-    losses = {cell.method for cell in cells}
-    seeds = sorted({len(cell.seeds) for cell in cells})
-    runs = sum(len(cell.runs("kl_feedback", rate)) for cell in cells for rate in CONTROL_RATES)
-    setting = [("kl_feedback", rate) for rate in CONTROL_RATES]
-    fixed: list[tuple[Control, float]] = [("fixed", rate) for rate in (*CONTROL_RATES, SHARED_RATE)]
-    sentences = [
-        f"Over {len(cells)} combinations of {len(losses)} losses, two small tasks and ages, with "
-        f"{' to '.join(str(count) for count in seeds)} seeds each ({runs} runs with the setting), "
-        f"the area kept is above or below the best fixed rate in hindsight by "
-        f"{_differences_text(cells, setting)} with the setting, and by "
-        f"{_differences_text(cells, fixed)} without."
-    ]
-    for control, name in OTHER_SETTINGS.items():
-        both = [cell for cell in cells if all(cell.runs(control, r) for r in CONTROL_RATES)]
-        if both:
-            arms = [(control, rate) for rate in CONTROL_RATES]
-            sentences.append(
-                f"In the {len(both)} combinations with runs of `{name}` these are "
-                f"{_differences_text(both, arms)} with it, and {_differences_text(both, setting)} "
-                "with the setting."
-            )
-    return " ".join(sentences)
 
 
-def _differences_text(
-    cells: Sequence[_ControlledCell], arms: Sequence[tuple[Control, float]]
-) -> str:
-    """As in "+0.3 points at f (0 % collapse), −6.1 at 3 f (2 %)": means over the cells."""
+def _at_rates(control: Control) -> list[Arm]:
+    return [(control, rate) for rate in CONTROL_RATES]
+
+
+def _differences_text(cells: Sequence[_ControlledCell], arms: Sequence[Arm]) -> str:
+    """As in "+0.3 at f (end +0.1, 0 % collapse), −6.1 at 3 f (end ...)": means over the cells."""
     texts = []
     for control, rate in arms:
         results = [cell.against_best(control, rate) for cell in cells]
-        area = fmean(area for area, _, _ in results)
-        deaths = fmean(deaths for _, _, deaths in results)
-        points, collapse = (" points", " collapse") if not texts else ("", "")
-        texts.append(
-            f"{_points(area)}{points} at {rate_text(rate)} ({100 * deaths:.0f} %{collapse})"
-        )
+        area, final, deaths = (fmean(values) for values in zip(*results, strict=True))
+        end = f"end {_points(final)}, {100 * deaths:.0f} % collapse"
+        texts.append(f"{_points(area)} at {rate_text(rate)} ({end})")
     return ", ".join(texts)
 
 
