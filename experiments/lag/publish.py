@@ -195,7 +195,13 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
         ),
         "language model": language_model_table(records, methods),
         "variants": variants_table(records, labels),
-        "controls": "\n\n".join([controls_table(records), controls_by_loss_table(records, labels)]),
+        "controls": "\n\n".join(
+            [
+                other_settings_sentences(records),
+                controls_table(records),
+                controls_by_loss_table(records, labels),
+            ]
+        ),
         "setting": setting_sentences(records),
         "claims": claims_table(cells, labels, SHARED_RATE),
     }
