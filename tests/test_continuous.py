@@ -156,7 +156,7 @@ def test_metrics_count_mixed_completions_rows_and_tokens_computed_again(run_with
 # Resume
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [2, 4])
 def test_run_killed_after_a_batch_resumes_to_the_bit(run_with, tmp_path, batch):
     whole = run_with()
     stopped = cut_to(whole, batch, tmp_path)
