@@ -654,7 +654,7 @@ def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> 
     turns end."""
     policy = talking_policy(torch.float32)
     episodes, count = make_episodes(policy, **limits), iter(range(100))
-    engine = engine_of([Ours(fake)], policy, True, episodes.sampled)
+    engine = engine_of([Ours(fake)], policy, episodes.sampled)
     engine.params = replace(engine.params, episodes=episodes)
     engine.sync_weights(policy.weights, 4)
 
