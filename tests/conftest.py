@@ -49,6 +49,14 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of experiments import much, so nothing imports them unless their tests are selected."""
+    if collection_path.suffix != ".py" or "not experiments" not in config.option.markexpr:
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return True if "pytestmark = pytest.mark.experiments" in text else None
+
+
 def pytest_collection_finish() -> None:
     """pytest attaches its handlers to every logger that does not propagate, six times a test.
     PyTorch has forty of them: a third of the time of a small test."""
