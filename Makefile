@@ -94,7 +94,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m 'gpu or triton'
 
 # PyTorch for CUDA comes with its own version of Triton, which stays. Otherwise 190 MB are downloaded, which is why
-# `make install` leaves it out; once it is there, `make test` runs these tests as well.
+# `make install` leaves it out.
 test-triton: $(STAMP)
 	$(BIN)/python -m pip install -q 'triton>=3.6'
 	$(PYTEST) -m triton -n $(WORKERS)

@@ -35,7 +35,8 @@ NEEDS = {
     "older": "transformers 4.57.3 (make check-older)",
 }
 REASONS = {name: f"they need {need}" for name, need in NEEDS.items()} | {
-    "experiments": "they are about experiments and benchmarks (make test-experiments)"
+    "experiments": "they are about experiments and benchmarks (make test-experiments)",
+    "triton": "they run Triton's interpreter (make test-triton)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 

@@ -235,9 +235,10 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
     ],
     ids=str,
 )
-def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, peft_options):
+def test_adapters_that_peft_made_are_those_that_peft_reads(tmp_path, peft_options):
     from peft import LoraConfig, get_peft_model
 
+    model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     peft_model = get_peft_model(
         plain_model(model), LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **peft_options)
     ).eval()

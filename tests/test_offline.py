@@ -122,24 +122,17 @@ def test_prompts_with_one_completion_each_give_no_signal_and_are_named(tmp_path,
 def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
     """Greedy sampling makes most groups flat; attempts replace them by other prompts, and stop at
     the bound."""
-    cold, schedule = (
-        {"temperature": 0.1, "num_generations": 3},
-        {"batches": 1, "prompts_per_batch": 6},
-    )
-    without = load_metrics(trained(tmp_path / "a", model, rollout=cold, schedule=schedule))
-    run = trained(
-        tmp_path / "b", model, rollout=cold | {"dynamic_sampling_rounds": 6}, schedule=schedule
-    )
+    schedule = {"batches": 1, "prompts_per_batch": 6}
+    cold = {"temperature": 0.1, "num_generations": 3}
+    filled = cold | {"dynamic_sampling_rounds": 6}
+    sections = {"schedule": schedule, "run": {"seed": 2}}
+    without = load_metrics(trained(tmp_path / "a", model, rollout=cold, **sections))
+    run = trained(tmp_path / "b", model, rollout=filled, **sections)
     assert without[0]["frac_reward_zero_std"] > load_metrics(run)[0]["frac_reward_zero_std"]
     assert len(load_rollouts(run)) == 6 * 3
     hopeless = {"name": "sample_task:load_hopeless"}
-    run = trained(
-        tmp_path / "c",
-        model,
-        task=hopeless,
-        rollout={"dynamic_sampling_rounds": 2},
-        schedule={"batches": 1},
-    )
+    rollout = {"dynamic_sampling_rounds": 2}
+    run = trained(tmp_path / "c", model, task=hopeless, rollout=rollout, schedule={"batches": 1})
     assert load_metrics(run)[0]["frac_reward_zero_std"] == 1
 
 

@@ -605,11 +605,9 @@ ENTRIES: list[JsonObject] = [
 @pytest.fixture(scope="module")
 def settings(model, tmp_path_factory):
     """Settings of a run with several rewards."""
-    root, task = (
-        tmp_path_factory.mktemp("several"),
-        {"name": "sample_task:load_letters", "rewards": ENTRIES},
-    )
-    return tiny_settings(model, root, task=task, schedule={"batches": 2})
+    root = tmp_path_factory.mktemp("several")
+    task = {"name": "sample_task:load_letters", "rewards": ENTRIES}
+    return tiny_settings(model, root, task=task, schedule={"batches": 2}, run={"seed": 5})
 
 
 def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_replay(settings):

@@ -521,6 +521,7 @@ def metrics_with(model: Path, root: Path, loss: Section) -> list[JsonObject]:
         task={"name": "sample_task:load_vowels"},
         rollout={"num_generations": 3, "max_completion_length": 6, "max_prompt_length": 64},
         schedule={"prompts_per_batch": 4, "batches": 4, "sync_every": 4, "num_iterations": 2},
+        run={"output_dir": str(root), "seed": 4},  # no batch is without a signal
     )
     return load_metrics(train(run_settings).run)
 
