@@ -100,11 +100,19 @@ def run(name: str, model: str) -> dict[str, Any]:
         lm = empty_model(resolved)
         peaks = train_with_peaks(file, {}, ranks, threads=1, scratch=scratch)
         return {
-            "settings": {key: value for key, value in settings.items() if key != "task"},
+            "settings": without_paths(settings),
             "model": asdict(ModelSizes.of(lm, lora_of(resolved.model))),
             "computation": asdict(computation_of(resolved, lm, ranks)),
             "peaks": peaks,
         }
+
+
+def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the memory follows from, the same on every machine."""
+    kept = {key: value for key, value in settings.items() if key not in ("run", "task")}
+    if kept["model"]["path"] == SMALL:
+        kept["model"] = kept["model"] | {"path": str(Path(SMALL).relative_to(CHECKOUT))}
+    return kept
 
 
 def settings_of(sections: dict[str, Any], model: str, scratch: Path) -> dict[str, Any]:

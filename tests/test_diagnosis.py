@@ -185,6 +185,16 @@ def flat(batch: int, completion: JsonObject) -> float:
     return float(completion["sample_index"] < 1 + (batch * 7 + completion["prompt_id"]) % 2)
 
 
+def slow_rise(batch: int, completion: JsonObject) -> float:
+    """Rewards that rise over the run, but from ten batches to the next by less than chance."""
+    right = 1
+    if batch > 10 and batch % 2:
+        right = 3
+    if batch > 20 and batch % 3:
+        right = 3
+    return float(completion["sample_index"] < right)
+
+
 def unscored(reason: str) -> Callable[[int, JsonObject], object]:
     def change(batch: int, completion: JsonObject) -> None:
         if completion["sample_index"] % 2:
@@ -203,6 +213,42 @@ def two_rewards(style: Callable[[JsonObject], float]) -> Callable[[int, JsonObje
         completion["reward"] = exact + completion[f"{REWARD}style"]
 
     return change
+
+
+def end_wrong_ones_with_the_answer(batch: int, completion: JsonObject) -> None:
+    completion["reward"] = flat(batch, completion)
+    if not completion["reward"]:
+        completion["completion"] += " is **41**."
+
+
+def number_of(offsets: list[int]) -> Callable[[int, JsonObject], object]:
+    """Completions that end with the number of a prompt, as far away as each sample's offset."""
+
+    def change(batch: int, completion: JsonObject) -> None:
+        prompt = completion["prompt_id"]
+        number = 10 + (prompt + offsets[completion["sample_index"]]) % PROMPTS
+        completion |= {"answer": f'"{10 + prompt}"', "completion": f"In batch {batch}: {number}"}
+        completion["reward"] = flat(batch, completion)
+
+    return change
+
+
+def copy_right_answer(batch: int, completion: JsonObject) -> None:
+    completion["reward"] = max(completion["reward"], float(completion["prompt_id"] % 2))
+    if completion["reward"]:
+        completion["completion"] = "41"
+
+
+def draw_reward(batch: int, completion: JsonObject) -> None:
+    sample = completion["sample_index"]
+    completion["completion"] = f"text {sample // 2} of batch {batch}"
+    completion["reward"] = float((sample + batch) % 2)
+
+
+def collapse(batch: int, completion: JsonObject) -> None:
+    completion["reward"] = flat(batch, completion)
+    if batch > 10:
+        completion |= {"completion": "7", "finished": False, "reward": 0.0}
 
 
 def cut(batch: int, completion: JsonObject) -> None:
@@ -237,7 +283,7 @@ def answer_shown(batch: int, completion: JsonObject) -> None:
 
 
 def straggling(batch: int, completion: JsonObject) -> None:
-    if completion["sample_index"] == 0 and completion["prompt_id"] == 0:
+    if completion["sample_index"] == 0 and completion["prompt_id"] % 2:
         completion["loss_mask"] = [True] * 600
 
 
@@ -247,6 +293,7 @@ FAULTS = [
     Fault("unscored", unscored("KeyError: 'x'")),
     Fault("unscored", unscored("no answer in time"), settings={"task.reward_timeout": 10.0}),
     Fault("too_hard", reward_of(lambda batch, one: 0.0), evaluations=()),
+    Fault("too_hard", reward_of(lambda batch, one: 0.5), evaluations=()),
     Fault(
         "too_hard",
         reward_of(lambda batch, one: float(one["prompt_id"] == 3 and one["sample_index"] == 0)),
@@ -278,19 +325,46 @@ FAULTS = [
         two_rewards(lambda one: 0.01 * one["sample_index"]),
         sections={"task": {"rewards": REWARDS}},
     ),
+    Fault("rejected_answers", end_wrong_ones_with_the_answer, also=("flat_reward",)),
+    Fault("unrelated_answers", number_of([0, -1, 1, 2]), also=("flat_reward",)),
+    Fault("random_reward", draw_reward, also=("flat_reward",)),
     Fault("cut", cut, settings={"rollout.max_completion_length": 200}),
     Fault(
         "cut",
         lambda batch, one: one.update(finished=False, reward=0.25 * one["reward"]),
         settings={"rollout.max_completion_length": 200},
     ),
+    Fault(
+        "cut",
+        lambda batch, one: one.update(
+            finished=batch == 40 and one["sample_index"] == 0, reward=0.0
+        ),
+        settings={"rollout.max_completion_length": 200},
+        evaluations=(),
+        also=("too_hard",),
+    ),
     Fault("length_drift", long, settings={"rollout.max_completion_length": 200}),
-    Fault("repetition", looping, settings=SLOWER),
+    Fault("repetition", looping),
+    Fault(
+        "repetition",
+        lambda batch, one: collapse(batch, one) or looping(batch, one),
+        settings=SLOWER,
+        evaluations=(),
+        also=("equal_completions", "fallen_reward"),
+    ),
     Fault(
         "equal_completions",
-        lambda batch, one: one.update(completion="41"),
+        lambda batch, one: one.update(completion="7", reward=float(one["prompt_id"] % 2)),
         sections={"rollout": {"temperature": 0.1}},
         settings={"rollout.temperature": 1.0},
+        also=("never_solved",),
+    ),
+    Fault(
+        "equal_completions",
+        collapse,
+        settings=SLOWER,
+        evaluations=(),
+        also=("fallen_reward",),
     ),
     Fault(
         "clip",
@@ -320,6 +394,12 @@ FAULTS = [
         settings={"loss.recipe": "grpo_tis"},
     ),
     Fault("mismatch", change_metrics=changing(rollout__logp_difference_mean=5.5)),
+    Fault(
+        "mismatch",
+        change_metrics=lambda batch, metrics: metrics.update(
+            {"rollout/logp_difference_mean": 0.01 * batch}
+        ),
+    ),
     Fault("kl", reward_of(flat), stale_by(4, 0.2), settings=SLOWER, also=("flat_reward",)),
     Fault(
         "staleness",
@@ -335,8 +415,19 @@ FAULTS = [
     ),
     Fault(
         "exploded_entropy",
-        change_metrics=lambda batch, metrics: metrics.update(entropy=1 + batch / 8),
+        reward_of(flat),
+        lambda batch, metrics: metrics.update(entropy=1 + batch / 8),
         settings=SLOWER,
+        also=("flat_reward",),
+    ),
+    Fault(
+        "exploded_entropy",
+        lambda batch, one: collapse(batch, one) or one.update(completion=f"{batch}, {one}"),
+        lambda batch, metrics: metrics.update(entropy=1 + batch / 8),
+        sections={"loss": {"entropy_coef": 1.0}},
+        settings={"loss.entropy_coef": 0.1},
+        evaluations=(),
+        also=("fallen_reward",),
     ),
     Fault(
         "fallen_reward",
@@ -361,6 +452,7 @@ FAULTS = [
         lambda batch, one: one.update(prompt_text=f"Held-out question {one['prompt_id']}"),
     ),
     Fault("answer_in_prompt", answer_shown),
+    Fault("equal_prompts", lambda batch, one: one.update(prompt_text=f"{one['prompt_id'] // 5}")),
     Fault("slow_rewards", change_metrics=changing(time__reward=2.0)),
     Fault(
         "slow_syncs",
@@ -378,6 +470,11 @@ def number_names(faults: list[Fault]) -> list[str]:
 
 def test_every_detector_has_a_faulty_run():
     assert {detector.name for detector in DETECTORS} == {fault.name for fault in FAULTS}
+
+
+def test_page_names_every_detector():
+    page = (Path(__file__).parent.parent / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    assert [detector.name for detector in DETECTORS if f"`{detector.name}`" not in page] == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=number_names(FAULTS))
@@ -407,16 +504,54 @@ HEALTHY = {
         "", lambda batch, one: one.update(finished=one["sample_index"] != 1)
     ),
     "number of the question as answer": Fault(
-        "", lambda batch, one: one.update(prompt_text="What is 3 + 0?", answer='"3"')
+        "",
+        lambda batch, one: one.update(prompt_text=f"3 + {one['prompt_id']} - 0", answer='"3"'),
     ),
     "policy that learns moves from the sampler": Fault("", change_metrics=stale_by(4, 0.2)),
+    "slow learning moves from the sampler": Fault(
+        "",
+        reward_of(slow_rise),
+        stale_by(4, 0.2),
+        batches=30,
+        evaluations=(),
+    ),
+    "reward rises in the first third alone": Fault(
+        "",
+        reward_of(
+            lambda batch, one: float(one["sample_index"] < min(3, 1 + batch // 4) - batch % 2)
+        ),
+        batches=90,
+        evaluations=(),
+    ),
+    "reward of a constant lag does not rise at once": Fault(
+        "", reward_of(flat), sections={"schedule": {"constant_lag": 20}}, evaluations=()
+    ),
+    "policy that learns to end in time": Fault("", cut, batches=6, evaluations=()),
+    "entropy that a target holds": Fault(
+        "",
+        change_metrics=lambda batch, metrics: metrics.update(entropy=1 + batch / 8),
+        sections={"loss": {"entropy_target": 5.0}},
+    ),
+    "solved task moves from the sampler": Fault(
+        "",
+        reward_of(lambda batch, one: float(batch > 10 or one["sample_index"] > 0)),
+        stale_by(4, 0.2),
+    ),
     "no weight changes before the first gradient": Fault(
         "",
         change_metrics=lambda batch, metrics: metrics.update(
             {"grad_norm": 0.0, "weight_sync/changed_fraction": 0.0} if batch < 35 else {}
         ),
     ),
-    "copies of the right answer": Fault("", lambda batch, one: one.update(completion="41")),
+    "copies of the right answer": Fault("", copy_right_answer),
+    "answers that are known in part": Fault(
+        "", number_of([0, 0, 1, 2]), batches=20, evaluations=((0, 0.25), (20, 0.3))
+    ),
+    "long batches beside short ones": Fault(
+        "",
+        lambda batch, one: one.update(loss_mask=[True] * (600 if batch == 40 else 10)),
+        sections={"rollout": {"max_completion_length": 1000}},
+    ),
     "machine that is busy for some batches": Fault(
         "",
         change_metrics=lambda batch, metrics: metrics.update(
@@ -438,17 +573,16 @@ def test_what_healthy_runs_have_is_no_finding(fault):
 
 
 def test_wrong_completion_that_says_the_answer_stands_beside_it():
-    """A completion of a group of four is `FORTY one.`; the answer is `Forty-one`."""
+    """A completion of a group of four is `FORTY-one.`; the answer is `Forty-one`."""
 
     def change(batch, one):
-        text = "FORTY one." if one["sample_index"] == 2 else one["completion"]
+        text = "FORTY-one." if one["sample_index"] == 2 else one["completion"]
         one.update(answer='"Forty-one"', reward=0.0, completion=text)
 
-    first, *_ = find(Fault("", change, evaluations=()))
-    assert first.detector == "too_hard"
-    assert "'FORTY one.' (reward 0, answer 'Forty-one')" in first.example
-    assert first.settings == {}
-    assert {place.sample for place in first.places} == {2}
+    first, second, *_ = find(Fault("", change, evaluations=()))
+    assert (first.detector, second.detector) == ("too_hard", "rejected_answers")
+    assert "'FORTY-one.' (reward 0, answer 'Forty-one')" in first.example
+    assert {place.sample for place in second.places} == {2}
 
 
 def test_unfinished_run_says_that_there_is_nothing_to_diagnose(tmp_path):
@@ -486,11 +620,11 @@ def test_long_run_is_read_in_part_with_both_ends(tmp_path, monkeypatch):
 
 
 def test_command_prints_findings_as_text_and_as_json(tmp_path, capsys):
-    run = write_run(tmp_path, Fault("", cut, batches=4))
+    run = write_run(tmp_path, Fault("", cut, batches=10, evaluations=()))
     cli.main(["diagnose", str(run.path)])
     text = capsys.readouterr().out
     assert "--rollout.max_completion_length 200" in text
-    assert "batch 4, prompt" in text
+    assert "batch 10, prompt" in text
     cli.main(["diagnose", str(run.path), "--json"])
     diagnosis = json.loads(capsys.readouterr().out)
     assert [finding["detector"] for finding in diagnosis["findings"]] == ["cut"]

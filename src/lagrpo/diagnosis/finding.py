@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lagrpo.diagnosis.record import RunRecord
+from lagrpo.terminal.text import clipped
 from lagrpo.types import JsonView
 
 GRAVE = 0.5
@@ -14,6 +16,9 @@ GRAVE = 0.5
 
 MOST_PLACES = 3
 """Completions that a finding names."""
+
+MOST_CHARACTERS = 160
+"""Characters of an example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +89,26 @@ def places_of(rows: Iterable[JsonView]) -> tuple[Place, ...]:
     return tuple(places[-MOST_PLACES:])
 
 
+def lower_rate(record: RunRecord) -> dict[str, Any]:
+    """Returns the setting of a third of the learning rate, for a policy that has broken down."""
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return {"optimizer.learning_rate": float(f"{rate / 3:.2g}")}
+
+
 def percent(share: float) -> str:
     """Returns a share in percent: 61 %; below one percent with its first digits."""
     number = 100 * share
     if 0 < number < 1:
         return f"{number:.2g} %"
     return f"{number:.0f} %"
+
+
+def show_completion(row: JsonView) -> str:
+    """Returns the end of a completion, with its reward and the reference answer."""
+    text = " ".join(row["completion"].split())
+    if len(text) > MOST_CHARACTERS:
+        text = f"… {text[-MOST_CHARACTERS:]}"
+    answer = json.loads(row["answer"])
+    expected = "" if answer is None else f", answer {clipped(str(answer), 40)!r}"
+    reward = "none" if row["reward"] is None else f"{row['reward']:g}"
+    return f"{text!r} (reward {reward}{expected})"

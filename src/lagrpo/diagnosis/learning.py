@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 
-from lagrpo.diagnosis.finding import Finding, percent, places_of
+from lagrpo.diagnosis.finding import Finding, lower_rate, percent, places_of
 from lagrpo.diagnosis.record import FIRST_BATCHES, RunRecord, differ, mean
 from lagrpo.types import JsonView
 
@@ -25,7 +26,6 @@ def find_falling_entropy(record: RunRecord, threshold: float) -> Finding | None:
     when = f"it reaches {threshold:g} in about {batches:.0f} batches"
     if batches <= 0:
         when = f"it is at its floor of {threshold:g}"
-    rate = record.settings.get("optimizer.learning_rate") or 0.0
     # Beyond as many batches as it has had, the pace says nothing.
     if batches > len(record.metrics):
         return None
@@ -33,7 +33,7 @@ def find_falling_entropy(record: RunRecord, threshold: float) -> Finding | None:
         f"The entropy fell from {middle:.2g} to {last:.2g} nats per token while the reward did not "
         f"rise; {when}.",
         cost=0.6 if batches <= 0 else 0.5,
-        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+        settings=lower_rate(record),
     )
 
 
@@ -43,16 +43,22 @@ def find_exploded_entropy(record: RunRecord, threshold: float) -> Finding | None
     last = record.last("entropy")
     if first is None or last is None or len(record.metrics) < 2 * record.window:
         return None
+    target = record.settings.get("loss.entropy_target") or 0.0
+    if record.rises() or record.is_solved or last < 1.5 * target:
+        return None
     # Below a nat, a policy still knows what it says.
     if last < threshold * first or last < 1:
         return None
-    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    settings = lower_rate(record)
+    coef = record.settings.get("loss.entropy_coef") or 0.0
+    if coef:
+        settings = {"loss.entropy_coef": coef / 10}
     return Finding(
         f"The entropy grew from {first:.2g} to {last:.2g} nats per token: the policy is becoming "
         "noise.",
-        cost=0.8,
+        cost=1.0 if record.has_collapsed else 0.8,
         places=places_of(record.recent_rows[-1:]),
-        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+        settings=settings,
     )
 
 
@@ -71,13 +77,12 @@ def find_fallen_reward(record: RunRecord, threshold: float) -> Finding | None:
     if fall < threshold * (high - low) or not differ(best, last):
         return None
     best_mean = math.fsum(best) / window
-    rate = record.settings.get("optimizer.learning_rate") or 0.0
     return Finding(
         f"The reward fell from {best_mean:.2f} around batch {best_start + window} to "
         f"{best_mean - fall:.2f} in the last {window} batches.",
         cost=min(1.0, fall / max(best_mean - low, fall)),
         places=places_of(record.recent_rows[-1:]),
-        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+        settings=lower_rate(record),
     )
 
 
@@ -94,8 +99,12 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
     first = mean(rewards[:third]) or 0.0
     last = mean(rewards[-third:]) or 0.0
     low, high = record.reward_range
-    is_flat = abs(last - first) < threshold * (high - low)
+    least = threshold * (high - low)
+    is_flat = abs(last - first) < least
     if not is_flat or differ(rewards[:third], rewards[-third:]):
+        return None
+    # A quick run may have learned in the first third.
+    if last - statistics.fmean(rewards[: record.window]) >= least:
         return None
     rate = record.settings.get("optimizer.learning_rate") or 0.0
     return Finding(
@@ -161,8 +170,7 @@ def find_past_best(record: RunRecord, threshold: float) -> Finding | None:
         settings: dict[str, object] = {}
         if not record.settings.get("eval.best_metric"):
             settings["eval.best_metric"] = f"{name}.pass@1" if name else "pass@1"
-        rate = record.settings.get("optimizer.learning_rate") or 0.0
-        settings["optimizer.learning_rate"] = float(f"{rate / 3:.2g}")
+        settings |= lower_rate(record)
         return Finding(
             f"pass@1{label} was {percent(best['pass@1'])} after batch {best.get('step') or 0}, and "
             f"is {percent(last['pass@1'])} after batch {last.get('step') or 0}.",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import RunRecord
+from lagrpo.terminal.text import count_of
 from lagrpo.types import JsonView
 
 SHORTEST_ANSWER = 4
@@ -28,6 +30,24 @@ def find_answer_in_prompt(record: RunRecord, threshold: float) -> Finding | None
         f"{len(rows)}): the policy may learn to copy it.",
         cost=share / 2,
         places=places_of(shown),
+    )
+
+
+def find_equal_prompts(record: RunRecord, threshold: float) -> Finding | None:
+    """Prompts of different rows are the same, and so are their answers."""
+    rows = {row["prompt_id"]: row for row in record.rollouts}
+    ids_by_content: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for prompt_id, row in rows.items():
+        ids_by_content[row["prompt_text"], row["answer"]].append(prompt_id)
+    copies = [prompt_id for ids in ids_by_content.values() for prompt_id in ids[1:]]
+    if not copies or len(copies) < threshold * len(rows):
+        return None
+    share = len(copies) / len(rows)
+    return Finding(
+        f"{percent(share)} of the {count_of(len(rows), 'prompt')} repeat another prompt and its "
+        "answer.",
+        cost=share / 2,
+        places=places_of(rows[prompt_id] for prompt_id in copies),
     )
 
 

@@ -91,15 +91,22 @@ class RunRecord:
         return mean(self.values(metric, self.metrics[-self.window :]))
 
     def rises(self) -> bool:
-        """True if the reward of the last window is higher than before it, by more than chance."""
+        """True if the reward still rises.
+
+        The last window is higher than the one before, and by more than chance higher than that one
+        or the first one.
+        """
         rewards = self.values("reward")
+        first = rewards[: self.window]
         before = rewards[-2 * self.window : -self.window]
         last = rewards[-self.window :]
         if len(before) < 2 or len(last) < 2:
             return False
-        return math.fsum(last) / len(last) > math.fsum(before) / len(before) and differ(
-            before, last
-        )
+        level = statistics.fmean(last)
+        if level <= statistics.fmean(before):
+            return False
+        has_risen = level > statistics.fmean(first) and differ(first, last)
+        return has_risen or differ(before, last)
 
     @cached_property
     def stale_batches(self) -> list[JsonView]:
@@ -153,14 +160,23 @@ class RunRecord:
 
     @cached_property
     def has_collapsed(self) -> bool:
-        """True if the policy was clearly better at the beginning than it is now."""
+        """True if the policy was clearly better before than it is now.
+
+        Training and evaluation are not compared: their answers may differ.
+        """
         last = self.last("reward")
         rewards = self.values("reward")[:FIRST_BATCHES]
-        if last is None or not rewards:
-            return False
-        earlier = [self.height(math.fsum(rewards) / len(rewards))]
-        earlier += [summary.get("pass@1") or 0.0 for summary in self.evaluations]
-        return max(earlier) > 2 * self.height(last) + 0.1
+        if last is not None and rewards:
+            first = math.fsum(rewards) / len(rewards)
+            if _has_fallen(self.height(first), self.height(last)):
+                return True
+        name = self.evaluations[-1].get("set") if self.evaluations else None
+        shares = [
+            summary["pass@1"]
+            for summary in self.evaluations
+            if summary.get("set") == name and summary.get("pass@1") is not None
+        ]
+        return bool(shares) and _has_fallen(max(shares), shares[-1])
 
     @cached_property
     def is_solved(self) -> bool:
@@ -170,9 +186,16 @@ class RunRecord:
         return reward is not None and self.height(reward) > 0.9
 
 
+def _has_fallen(before: float, now: float) -> bool:
+    """True if a share has halved, and lost five points, which is more than chance."""
+    return before > 2 * now and before > now + 0.05
+
+
 def window_of(settings: JsonView) -> int:
-    """Returns the batches of a window: a cycle of weight syncs, but not less than the shortest."""
-    return max(SHORTEST_WINDOW, settings.get("schedule.sync_every") or 1)
+    """Returns the batches of a window: a cycle of weight syncs, the lag, at least the shortest."""
+    sync_every = settings.get("schedule.sync_every") or 1
+    lag = settings.get("schedule.constant_lag") or 0
+    return max(SHORTEST_WINDOW, sync_every, lag)
 
 
 def scored_rows(rows: Iterable[JsonView]) -> list[JsonView]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher
 from typing import Any
 
-from lagrpo.diagnosis.finding import Finding, percent, places_of
+from lagrpo.diagnosis.answers import ends_with, read_answer
+from lagrpo.diagnosis.finding import Finding, percent, places_of, show_completion
 from lagrpo.diagnosis.record import (
     ALL_RIGHT,
     ALL_WRONG,
@@ -19,14 +18,11 @@ from lagrpo.diagnosis.record import (
     scored_rows,
 )
 from lagrpo.runs.rollouts import REWARD
-from lagrpo.terminal.text import clipped, count_of, count_reasons
+from lagrpo.terminal.text import count_of, count_reasons
 from lagrpo.types import JsonView
 
 VISITS = 3
 """Batches that must have had a prompt before it counts as never or always solved."""
-
-MOST_CHARACTERS = 160
-"""Characters of an example."""
 
 
 def find_unscored(record: RunRecord, threshold: float) -> Finding | None:
@@ -59,28 +55,33 @@ def find_too_hard(record: RunRecord, threshold: float) -> Finding | None:
     rows = scored_rows(record.recent_rows)
     right = sum(record.is_correct(row) for row in rows)
     share = len(wrong) / len(groups)
-    known = f"{right:,} of {count_of(len(rows), 'completion')} were right"
+    advice = ""
+    verb = "was" if right == 1 else "were"
+    known = f"{right:,} of {count_of(len(rows), 'completion')} {verb} right"
     settings: dict[str, Any] = {}
     if right:
         # Some groups have a signal: look for more of them.
         settings["rollout.dynamic_sampling_rounds"] = 2
     else:
         known = f"none of {count_of(len(rows), 'completion')} was right"
+    best = max(rows, key=_nearness)
+    if record.height(best["reward"]) > 0 and len({row["reward"] for row in rows}) == 1:
+        known = f"all of {count_of(len(rows), 'completion')} have a reward of {best['reward']:g}"
+        advice = "Check that the reward depends on the completion."
     sentence = f"{percent(share)} of the groups are all wrong, so they give no signal: {known}."
-    unrewarded = [row for row in rows if not record.is_correct(row) and _is_answer(row)]
-    if unrewarded:
-        settings = {}
-        sentence += (
-            f" {count_of(len(unrewarded), 'wrong completion')} say the reference answer, apart "
-            "from case, spaces and marks: check the reward function."
-        )
     return Finding(
         sentence,
         cost=share,
-        places=places_of(unrewarded or [group[0] for group in wrong]),
+        places=places_of(group[0] for group in wrong),
         settings=settings,
-        example=_show(max(unrewarded or rows, key=_nearness)),
+        advice=advice,
+        example=show_completion(best),
     )
+
+
+def _nearness(row: JsonView) -> tuple[float, bool, bool]:
+    """Orders completions by how near they are to a reward, the nearest last."""
+    return row["reward"], ends_with(row["completion"], read_answer(row)), row["finished"]
 
 
 def find_too_easy(record: RunRecord, threshold: float) -> Finding | None:
@@ -146,13 +147,13 @@ def find_constant_reward(record: RunRecord, threshold: float) -> Finding | None:
             continue
         if values[0] >= high - 0.1 * (high - low):
             continue
-        best = max(rows, key=lambda row: (row["reward"], row["finished"]))
+        best = max(rows, key=_nearness)
         return Finding(
             f"The reward {reward['name']} is {values[0]:g} for all of "
             f"{count_of(len(values), 'completion')}, so it teaches nothing.",
             cost=_share_of_weight(record, reward),
             places=places_of([best]),
-            example=_show(best),
+            example=show_completion(best),
         )
     return None
 
@@ -209,42 +210,3 @@ def _is_met(rows: Sequence[JsonView], reward: dict[str, Any]) -> bool:
 def _share_of_weight(record: RunRecord, reward: dict[str, Any]) -> float:
     weights = [abs(other.get("weight", 1.0)) for other in _weighted_rewards(record)]
     return abs(reward.get("weight", 1.0)) / sum(weights)
-
-
-def _letters(text: str) -> str:
-    """Returns the letters and digits of a text, in lower case."""
-    return "".join(character for character in text.casefold() if character.isalnum())
-
-
-def _answer_of(row: JsonView) -> str:
-    """Returns the reference answer as a text; "" without one."""
-    answer = json.loads(row["answer"])
-    return "" if answer is None else str(answer)
-
-
-def _is_answer(row: JsonView) -> bool:
-    """True if a completion is its reference answer, apart from case, spaces and marks."""
-    answer = _letters(_answer_of(row))
-    return answer != "" and _letters(row["completion"]) == answer
-
-
-def _nearness(row: JsonView) -> tuple[float, bool, float, int]:
-    """Returns what orders completions of a reward that never fires, the most telling one last.
-
-    It has the largest reward, is not cut, and has most of its reference answer in few words.
-    """
-    answer = _letters(_answer_of(row))
-    text = _letters(row["completion"])
-    matcher = SequenceMatcher(None, text, answer, autojunk=False)
-    found = matcher.find_longest_match().size / max(1, len(answer))
-    return row["reward"], row["finished"], found, -len(text)
-
-
-def _show(row: JsonView) -> str:
-    """Returns the end of a completion, with its reward and the reference answer."""
-    text = " ".join(row["completion"].split())
-    if len(text) > MOST_CHARACTERS:
-        text = f"… {text[-MOST_CHARACTERS:]}"
-    answer = _answer_of(row)
-    expected = f", answer {clipped(answer, 40)!r}" if answer else ""
-    return f"{text!r} (reward {row['reward']:g}{expected})"

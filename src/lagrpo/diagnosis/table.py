@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lagrpo.diagnosis import completions, learning, prompts, rewards, timing, updates
+from lagrpo.diagnosis import answers, completions, learning, prompts, rewards, timing, updates
 from lagrpo.diagnosis.finding import Detector
 
 DETECTORS = (
@@ -13,6 +13,14 @@ DETECTORS = (
         threshold=0.05,
         advice="Fix the reward function or the data by these reasons.",
         find=rewards.find_unscored,
+    ),
+    Detector(
+        "cut",
+        reads="finished, reward",
+        # One in five: fewer are long thoughts that no limit ends.
+        threshold=0.2,
+        advice="Shorter answers help, too: ask for them in task.system_prompt.",
+        find=completions.find_cut,
     ),
     Detector(
         "too_hard",
@@ -65,12 +73,30 @@ DETECTORS = (
         find=rewards.find_dominant_reward,
     ),
     Detector(
-        "cut",
-        reads="finished, reward",
-        # One in five: fewer are long thoughts that no limit ends.
+        "rejected_answers",
+        reads="completion, answer, reward",
+        # Half: in fewer, the words before the answer may be what is wrong.
+        threshold=0.5,
+        advice="Check that the reward is not the wrong way round, and that it accepts the form in "
+        "which the policy answers.",
+        find=answers.find_rejected_answers,
+    ),
+    Detector(
+        "unrelated_answers",
+        reads="completion, answer",
+        # Right answers for each foreign one: a policy that knows little has twice as many.
+        threshold=1.2,
+        advice="Check that each row of the data has the answer of its own prompt; else the policy "
+        "only guesses, and needs easier prompts.",
+        find=answers.find_unrelated_answers,
+    ),
+    Detector(
+        "random_reward",
+        reads="completion, reward by group",
+        # A fifth: a judge may change its mind now and then.
         threshold=0.2,
-        advice="Shorter answers help, too: ask for them in task.system_prompt.",
-        find=completions.find_cut,
+        advice="Check that the reward depends on the completion alone, without chance and time.",
+        find=answers.find_random_reward,
     ),
     Detector(
         "length_drift",
@@ -189,7 +215,8 @@ DETECTORS = (
         reads="reward, frac_reward_zero_std",
         # Of the range of rewards; the standard errors decide as well.
         threshold=0.05,
-        advice="Raise the learning rate until the reward moves, and lower it if the reward falls.",
+        advice="Check with lagrpo view RUN --text that better completions get larger rewards; if "
+        "so, the learning rate is wrong.",
         find=learning.find_flat_reward,
     ),
     Detector(
@@ -225,6 +252,14 @@ DETECTORS = (
         find=prompts.find_answer_in_prompt,
     ),
     Detector(
+        "equal_prompts",
+        reads="prompt_text, answer",
+        # Half of the prompts: data may repeat a part of the rows on purpose.
+        threshold=0.5,
+        advice="Check what writes the data, and task.prompt_column.",
+        find=prompts.find_equal_prompts,
+    ),
+    Detector(
         "slow_rewards",
         reads="time/reward",
         # Two fifths of the time, more than learning usually has.
@@ -249,4 +284,4 @@ DETECTORS = (
         find=timing.find_stragglers,
     ),
 )
-"""All detectors. A finding is ordered by what it costs, not by its place here."""
+"""All detectors. Findings are ordered by what they cost, and only with equal costs as here."""

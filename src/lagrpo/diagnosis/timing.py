@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 
 from lagrpo.diagnosis.finding import Finding, percent, places_of
 from lagrpo.diagnosis.record import RunRecord, mean
@@ -84,13 +85,17 @@ def find_stragglers(record: RunRecord, threshold: float) -> Finding | None:
     share = shares_of_time(record).get("generate", 0.0)
     seconds = seconds_of_batch(record) or 0.0
     rows = record.recent_rows
-    lengths = [row["length"] for row in rows]
-    average = mean(lengths)
-    if not average or seconds < SHORTEST_STEP or share < 0.5:
+    lengths_by_batch: dict[int, list[int]] = defaultdict(list)
+    for row in rows:
+        lengths_by_batch[row["step"]].append(row["length"])
+    if not rows or seconds < SHORTEST_STEP or share < 0.5:
         return None
-    longest = max(lengths)
+    # The engine samples for as long as the longest of a batch takes.
+    longest = mean([max(lengths) for lengths in lengths_by_batch.values()]) or 0.0
+    average = mean([statistics.fmean(lengths) for lengths in lengths_by_batch.values()]) or 0.0
     if longest < threshold * average:
         return None
+    lengths = [row["length"] for row in rows]
     by_length = sorted(lengths)
     usual = by_length[int(0.99 * (len(by_length) - 1))]
     settings: dict[str, object] = {"schedule.sync_every": 2}
@@ -98,8 +103,8 @@ def find_stragglers(record: RunRecord, threshold: float) -> Finding | None:
         settings = {"rollout.max_completion_length": usual}
     return Finding(
         f"Sampling takes {percent(share)} of the time and waits for the longest completion: "
-        f"{longest} tokens, the mean is {average:.0f}, and 99 % have at most {usual}.",
+        f"{longest:.0f} tokens in a batch with a mean of {average:.0f}; 99 % have at most {usual}.",
         cost=share / 10,
-        places=places_of(row for row in rows if row["length"] == longest),
+        places=places_of(row for row in rows if row["length"] >= longest),
         settings=settings,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 
-from lagrpo.diagnosis.finding import Finding, percent, places_of
-from lagrpo.diagnosis.record import RunRecord, mean
+from lagrpo.diagnosis.finding import Finding, lower_rate, percent, places_of
+from lagrpo.diagnosis.record import FIRST_BATCHES, RunRecord, mean
 from lagrpo.settings.lag_table import advice_for, kept_text, load_table, nearest_lag
 from lagrpo.terminal.text import count_of
 
@@ -50,7 +50,10 @@ def _fresher_samples(record: RunRecord) -> dict[str, object]:
             return {name: lag // 2}
     if iterations > 1:
         return {"schedule.num_iterations": max(1, iterations // 2)}
-    return {"loss.epsilon": 0.2}
+    if (record.settings.get("loss.epsilon") or 0.2) < 0.2:
+        return {"loss.epsilon": 0.2}
+    # Fresh samples are clipped only if the engine differs from the trainer: find_mismatch.
+    return {}
 
 
 def find_filters(record: RunRecord, threshold: float) -> Finding | None:
@@ -122,8 +125,8 @@ def find_clipped_gradient(record: RunRecord, threshold: float) -> Finding | None
         return None
     clipped = sum(norm > limit for norm in norms) / len(norms)
     median = statistics.median(norms)
-    # Below three times the limit, clipping evens out batches without hiding their differences.
-    if clipped < threshold or median < 3 * limit:
+    # Adapters that learn well have a median of four limits.
+    if clipped < threshold or median < 10 * limit:
         return None
     return Finding(
         f"{percent(clipped)} of the gradients are longer than optimizer.max_grad_norm = {limit:g}, "
@@ -136,13 +139,20 @@ def find_clipped_gradient(record: RunRecord, threshold: float) -> Finding | None
 def find_mismatch(record: RunRecord, threshold: float) -> Finding | None:
     """Engine and trainer disagree about log-probs of the same weights."""
     fresh = record.fresh_batches
-    difference = mean(record.values("rollout/logp_difference_mean", fresh))
+    differences = record.values("rollout/logp_difference_mean", fresh)
+    difference = mean(differences)
     if difference is None or difference < threshold:
         return None
     sentence = (
         f"Rollout engine and trainer differ by {difference:.2f} nats per token with the same "
         f"weights: mean of {count_of(len(fresh), 'batch', 'es')} at staleness 0."
     )
+    first = statistics.fmean(differences[:FIRST_BATCHES])
+    last = statistics.fmean(differences[-FIRST_BATCHES:])
+    # Rounding is there from the first batch on.
+    if last > 3 * first + threshold:
+        sentence += f" It grew from {first:.2g} to {last:.2g}: the engine may keep old weights."
+        return Finding(sentence, cost=1.0, advice="Check what the engine does in sync_weights.")
     # At a nat, the sampled tokens say nothing about the policy, and no weight corrects that.
     if difference >= 1:
         sentence += " The engine samples from another distribution, or has other weights."
@@ -154,20 +164,19 @@ def find_kl(record: RunRecord, threshold: float) -> Finding | None:
     """The policy is farther from the one that sampled than stable runs were."""
     window = record.window
     # A policy that learns moves away from the one that sampled: that alone is normal.
-    if len(record.metrics) < 2 * window or record.rises():
+    if len(record.metrics) < 2 * window or record.rises() or record.is_solved:
         return None
     recent = record.metrics[-window:]
     stale = [line for line in recent if (line.get("staleness/max") or 0) > 0]
     kl = mean(record.values("rollout/kl", stale))
     if kl is None or kl < threshold:
         return None
-    rate = record.settings.get("optimizer.learning_rate") or 0.0
     return Finding(
         f"The mean rollout/kl is {kl:.2f} nats per token in the last {window} batches, and the "
         f"reward does not rise: stable runs stay below {threshold:g}.",
         # Grave from twice the threshold on, where runs were unstable.
         cost=min(1.0, 0.25 * kl / threshold),
-        settings={"optimizer.learning_rate": float(f"{rate / 3:.2g}")},
+        settings=lower_rate(record),
     )
 
 
