@@ -144,9 +144,9 @@ def _summarize(records: list[JsonObject], eval_set: EvalSet) -> JsonObject:
         "unscored": unscored,
     }
     if unscored:
-        summary["unscored_reason"] = count_reasons(
-            reason for record in records for reason in record["reasons"] if reason
-        )
+        reasons = [reason for record in records for reason in record["reasons"] if reason]
+        is_same = len(set(reasons)) == 1
+        summary["unscored_reason"] = reasons[0] if is_same else count_reasons(reasons)
     for name, measure in _measures(records, eval_set.samples).items():
         values = list(measure.by_prompt.values())
         if values:

@@ -127,13 +127,8 @@ def unscored_text(summary: JsonView) -> str:
 
 
 def count_reasons(reasons: Iterable[str]) -> str:
-    """Returns the most frequent reasons: "2 × past the deadline; 1 × ValueError".
-
-    A reason that has no other beside it stands without its number.
-    """
+    """Returns the most frequent reasons, shortened: "2 × past the deadline; 1 × ValueError"."""
     counts = Counter(one_line(reason, MOST_OF_REASON) for reason in reasons)
-    if len(counts) < 2:
-        return "".join(counts)
     return "; ".join(f"{count:,} × {reason}" for reason, count in counts.most_common(MOST_REASONS))
 
 
