@@ -34,7 +34,7 @@ SETS: list[JsonObject] = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that ends about every tenth token, with a chat template for several turns."""
     directory = tmp_path_factory.mktemp("model")
-    random_model = tiny_model(max_position_embeddings=2048)
+    random_model = tiny_model(max_position_embeddings=2048, num_hidden_layers=1)
     random_model.get_output_embeddings().weight.data[1] *= 3
     random_model.save_pretrained(directory)
     tokenizer = tiny_tokenizer()
