@@ -29,7 +29,7 @@ from lagrpo.verify import verify_run
 # Lengths differ within a group and between groups: a random model ends a completion by chance.
 BASE: Sections = {
     "model": {"dtype": "bfloat16"},
-    "rollout": {"max_completion_length": 16, "max_num_seqs": 8, "num_generations": 2},
+    "rollout": {"max_completion_length": 24, "max_num_seqs": 8, "num_generations": 2},
     "schedule": {"batches": 5, "prompts_per_batch": 3, "max_staleness": 3},
     "checkpoint": {"save_every": 1, "save_minutes": 0, "save_total_limit": 20},
     "loss": {"recipe": "grpo"},
