@@ -71,7 +71,7 @@ def test_recipe_is_accepted_and_moves_the_policy_from_stale_completions(name, gr
     """With two updates per batch: with one, a loss over π_k alone is rejected."""
     settings = {"loss": {"recipe": name}, "schedule": {"num_iterations": 2}}
     recipe = check_settings(load_settings(settings))
-    policy = tiny_policy(num_hidden_layers=1)
+    policy = tiny_policy()
     reference = copy_policy(policy) if recipe.needs_pi_ref else None
     trainer = Trainer(policy, recipe, Optimization(lr=1e-2), reference)
     for version in (1, 2):
