@@ -15,6 +15,7 @@ include_patterns = [
     "docs/*.md",
     "reports/*.md",
     "benchmarks/**.md",
+    "examples/**.md",
     "experiments/*.md",
     "experiments/lag/results/*.md",
     "conformance/*.md",
