@@ -117,7 +117,7 @@ def check_as_rank(directories: list[Path], fault: str) -> tuple[bool, str]:
     is_faulty = os.environ["RANK"] == "1"
     settings = load_settings({"run.output_dir": str(directories[int(os.environ["RANK"])])})
     with contextlib.ExitStack() as patches, contextlib.redirect_stdout(io.StringIO()) as out:
-        patches.enter_context(patch.object(shared, "PATIENCE", 0.0))
+        patches.enter_context(patch.object(shared, "VISIBLE_WITHIN", 0.0))
         patches.enter_context(patch.dict(check_cluster.MEGABYTES, {"cpu": 1}))
         if is_faulty and fault == "versions":
             patches.enter_context(patch.object(check_cluster, "package_version", lambda _: "9"))

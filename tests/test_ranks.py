@@ -254,7 +254,7 @@ def test_restarted_ranks_do_not_see_keys_of_the_attempt_before(monkeypatch, firs
 
 def look_for_file(group: ProcessGroup, directories: list[Path]) -> str:
     """The error of a rank whose run directory is this one of the directories; "" without one."""
-    with patch.object(shared, "PATIENCE", 0.0):
+    with patch.object(shared, "VISIBLE_WITHIN", 0.0):
         try:
             shared.check_shared(Ranks(group.rank(), 2, group, group), directories[group.rank()])
         except ValueError as error:
@@ -281,7 +281,7 @@ def write_part(group: ProcessGroup, directories: list[Path]) -> str:
     """Writes a checkpoint with one part per rank. Returns the error of this rank; "" without."""
     path = directories[group.rank()] / "step-000001"
     ranks_of_group = Ranks(group.rank(), 2, group, group)
-    with patch.object(shared, "PATIENCE", 0.0):
+    with patch.object(shared, "VISIBLE_WITHIN", 0.0):
         try:
             checkpoint._write(path, ranks_of_group, {"x": torch.ones(3)}, lambda *_: None)
         except CheckpointError as error:

@@ -1,5 +1,5 @@
 """Losses and gradients of the rows of commit f16e863 are still what they were: golden.json, which a
-script computed with that commit (tests/core/make_golden.py in the history)."""
+script computed with that commit's code. Commit f2320a8f removed the script."""
 
 import json
 from pathlib import Path

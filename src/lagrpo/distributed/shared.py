@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lagrpo.distributed.ranks import POLL, Ranks
 
-PATIENCE = 60.0
+VISIBLE_WITHIN = 60.0
 """Seconds until a file of another host must be seen: as long as NFS keeps names by default."""
 
 
@@ -48,8 +48,8 @@ def _write_token(directory: Path) -> tuple[Path, str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
-    """Returns True as soon as the condition holds, and False if it does not within PATIENCE."""
-    end = time.monotonic() + PATIENCE
+    """Returns True as soon as the condition holds, and False after VISIBLE_WITHIN seconds."""
+    end = time.monotonic() + VISIBLE_WITHIN
     while not condition():
         if time.monotonic() > end:
             return False

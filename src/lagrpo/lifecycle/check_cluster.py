@@ -25,15 +25,13 @@ from lagrpo.errors import one_line
 from lagrpo.lifecycle.run import set_up
 from lagrpo.logs import print_text
 from lagrpo.model.backend import pick_device
-from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
+from lagrpo.rollout.vllm.client import KEY, VLLM, SamplerError, VllmClient
 from lagrpo.runs.environment import package_version
 from lagrpo.settings.schema import Settings
 
 PACKAGES = ("lagrpo", "torch", "transformers")
 MEGABYTES = {"cuda": 1000, "cpu": 64}
 """Megabytes of the all-reduce, by device."""
-VLLM = "0.32"
-"""The version of vLLM that lagrpo is written for."""
 
 
 def check_cluster(settings: Settings) -> bool:

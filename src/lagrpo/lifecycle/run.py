@@ -112,10 +112,9 @@ def train(
     callbacks: called after each batch is on disk.
     resume: directory of a run to resume with its own settings, or "auto": the run called run.name,
         if it exists.
-    dry_run: only check the data, the prompts and the model's files, and print what the settings
-        mean: samples per update, staleness, memory. The result has 0 batches, and the directory to
-        which nothing was written. "measure" also makes a batch in a temporary directory, and prints
-        its seconds by phase and the time of the run.
+    dry_run: only check data, prompts and the model's files, and print what the settings mean. The
+        result has 0 batches, and the directory to which nothing was written. "measure" also makes a
+        batch in a temporary directory, and prints its seconds by phase and the time of the run.
     trust_run_code: with the directory of a run as `resume`, lets functions run that only its
         settings name.
 
@@ -152,9 +151,7 @@ def train(
             explain_run(resolved, recipe, task)
             if dry_run == "measure":
                 print_cost(resolved, recipe, task, device)
-            run = find_run(resolved, resume_from)
-            run = run or Path(resolved.run.output_dir, resolved.run.name or "")
-            return Result(run, None, None, None, 0, 0, None)
+            return result_of_dry_run(resolved, resume_from)
         return run_in_process(
             resolved,
             recipe,
@@ -164,6 +161,13 @@ def train(
             resume=resume_from,
             arguments=resume_arguments,
         )
+
+
+def result_of_dry_run(settings: Settings, resume: str | None) -> Result:
+    """Returns a result of 0 batches, with the directory that the run would have."""
+    run = find_run(settings, resume)
+    run = run or Path(settings.run.output_dir, settings.run.name or "")
+    return Result(run, None, None, None, 0, 0, None)
 
 
 def load_trusted_settings(

@@ -71,7 +71,7 @@ def meaning(
         f"batch       {_batch(settings)}",
         f"schedule    {_weight_syncs(settings)}",
         f"run         {_length(settings)}",
-        *_memory_lines(memory or expect_memory(settings, recipe), has_table=has_table),
+        *_memory_lines(memory or memory_of_run(settings, recipe), has_table=has_table),
         f"arithmetic  {_arithmetic(settings)}",
     ]
 
@@ -82,7 +82,7 @@ def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task])
     `tasks`: what `load_tasks` returned. Only the first process of torchrun prints. At the end it
     raises SettingsError if the run cannot fit into memory.
     """
-    memory = expect_memory(settings, recipe)
+    memory = memory_of_run(settings, recipe)
     if read_count("RANK", default=0) == 0:
         for line in [*_data(tasks), *meaning(settings, recipe, memory, has_table=True)]:
             print_text(f"# {line}")
@@ -150,7 +150,7 @@ def _rate_control(settings: Settings) -> list[str]:
             f"rate        scale_lr_by_ess = {optimizer.scale_lr_by_ess:g}: the learning rate falls "
             "while the effective sample size is below this share of the completions"
         )
-    if names and _samples_are_policys(settings):
+    if names and _policy_samples_all(settings):
         lines.append(
             f"note        optimizer.{' and optimizer.'.join(names)} will not act: all samples are "
             "fresh, so the rollout policy is the policy"
@@ -158,7 +158,7 @@ def _rate_control(settings: Settings) -> list[str]:
     return lines
 
 
-def _samples_are_policys(settings: Settings) -> bool:
+def _policy_samples_all(settings: Settings) -> bool:
     """True if the policy itself samples for every update, up to rounding."""
     return (
         settings.rollout.engine == "local"
@@ -363,7 +363,7 @@ class Memory:
     computation: Computation
 
 
-def expect_memory(settings: Settings, recipe: Recipe) -> Memory:
+def memory_of_run(settings: Settings, recipe: Recipe) -> Memory:
     """Returns the memory that a rank needs, by the config of the model.
 
     Raises SettingsError for a model that cannot be trained.

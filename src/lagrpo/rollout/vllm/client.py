@@ -29,6 +29,8 @@ T = TypeVar("T")
 # Room for a group at a server. The number orders the queue, so that servers take turns.
 Turn = tuple[int, "VllmClient"]
 
+VLLM = "0.32"
+"""The version of vLLM that this is written for."""
 GENERATE = "/inference/v1/generate"
 # Environment variable with the API key of servers that run already.
 KEY = "LAGRPO_VLLM_API_KEY"
