@@ -39,7 +39,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-experiments test-gpu test-triton test-vllm test-view test-trackers check-wheel wheel test-gym check-lowest check-older check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
-	bench-memory bench-dry-run bench-lora bench-loss check-ranks measure-gpu docs lint format install vllm-env clean
+	bench-memory bench-dry-run bench-lora bench-loss bench-schedules check-ranks measure-gpu docs lint format install vllm-env clean
 
 help:
 	@echo "Use"
@@ -73,7 +73,7 @@ help:
 	@echo "  make conformance      install other trainers' losses and write the table of reports/conformance.md"
 	@echo "  make check-ranks      compare completions, gradients and weights of 1, 2 and 3 ranks"
 	@echo "  make measure-gpu      probe a GPU, run its tests and its benchmark, each with a time limit"
-	@echo "  make bench-NAME       trl, curve, scaling, peak, vllm, gpu, busy, ranks, memory, lora or loss (benchmarks/README.md)"
+	@echo "  make bench-NAME       trl, curve, scaling, peak, vllm, gpu, busy, ranks, memory, lora, loss or schedules (benchmarks/README.md)"
 	@echo
 	@echo "Variables"
 	@echo "  PYTHON=/path/to/python3.12   the Python to use (now: $(if $(PYTHON),$(PYTHON),none; 3.11 or newer is needed))"
@@ -140,7 +140,7 @@ check-aarch64:
 bench-trl bench-peak bench-curve: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-dry-run bench-lora bench-loss check-ranks: $(STAMP)
+bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-dry-run bench-lora bench-loss bench-schedules check-ranks: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
 measure-gpu: $(STAMP)
