@@ -63,7 +63,7 @@ def explained(path: Path, **sections: Any) -> str:
         ),
         pytest.param(
             {"max_staleness": 9, "prompts_per_batch": 8},
-            "128 is 1 times a batch: tokens get at most",
+            "128 makes room for 1 times a batch: tokens get at most",
             id="rows limit staleness",
         ),
         pytest.param(
@@ -75,6 +75,13 @@ def explained(path: Path, **sections: Any) -> str:
 )
 def test_dry_run_explains_the_schedule_in_batches_and_updates(model, schedule, explanation):
     assert explanation in explained(model, schedule=schedule)
+
+
+def test_dry_run_counts_the_rows_of_all_servers_that_sample(model):
+    urls = ["http://127.0.0.1:8001", "http://127.0.0.1:8002"]
+    schedule = {"max_staleness": 9, "prompts_per_batch": 8}
+    text = explained(model, schedule=schedule, rollout={"engine": "vllm"}, vllm={"urls": urls})
+    assert "128 makes room for 2 times a batch" in text
 
 
 def test_dry_run_counts_the_prompts_that_come_from_a_file(model, tmp_path):

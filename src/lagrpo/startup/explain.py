@@ -330,14 +330,16 @@ def _rows_note(settings: Settings) -> list[str]:
     """
     s = settings.schedule
     rollout = settings.rollout
-    batches_in_rows = rollout.max_num_seqs / (s.prompts_per_batch * rollout.num_generations)
+    samplers = max(1, len(settings.vllm.urls)) if rollout.uses_vllm else world_size()
+    rows = samplers * rollout.max_num_seqs
+    batches_in_rows = rows / (s.prompts_per_batch * rollout.num_generations)
     if not s.continues_completions or s.v + 1 <= 2 * batches_in_rows:
         return []
     times = f"{batches_in_rows:.2g}"
     return [
-        f"note        rollout.max_num_seqs = {rollout.max_num_seqs} is {times} times a batch: "
-        f"tokens get at most about {times} x longest / mean length batches old; a larger bound "
-        "than that changes nothing"
+        f"note        rollout.max_num_seqs = {rollout.max_num_seqs} makes room for {times} times a "
+        f"batch: tokens get at most about {times} x longest / mean length batches old; a larger "
+        "bound than that changes nothing"
     ]
 
 
