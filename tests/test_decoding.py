@@ -300,6 +300,23 @@ def test_small_cache_stays_for_the_next_batch(monkeypatch, kept_share, stays):
     assert not state.fits(8, 385)
 
 
+@pytest.mark.parametrize("continues", [False, True], ids=["whole batches", "goes on after syncs"])
+def test_cache_that_is_freed_for_learning_is_not_kept_again(monkeypatch, continues):
+    policy = torch_policy(dtype=torch.float64)
+    expected = sampled(policy, requests_for(policy, 3))
+    record_on_cpu(monkeypatch)
+    sampler = LocalSampler(
+        copy_policy(policy), 0, 24, 64, continues_completions=continues, longest_prompt=64
+    )
+    for frees in (True, False):
+        groups = {r.prompt.key: group for r, group in sampler.sample(requests_for(policy, 3), 6)}
+        sampler.before_learning()
+        assert sampler.free_idle_memory() == frees
+        for key, group in groups.items():
+            for ours, theirs in zip(group.completions, expected[key].completions, strict=True):
+                assert torch.equal(ours.token_ids, theirs.token_ids)
+
+
 def test_cache_of_full_size_may_take_half_of_the_memory(monkeypatch):
     model = torch_policy().model  # 2 layers, 2 key heads of 32, 4 bytes: 1,024 bytes a token
     monkeypatch.setattr(recorded, "total_memory", lambda device: 2 * 1024 * 8 * 128)

@@ -3,8 +3,10 @@ or not."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +20,13 @@ from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.core.recipes import resolve
 from lagrpo.distributed.ranks import Ranks
-from lagrpo.model.model import Policy, copy_policy
+from lagrpo.model.model import Model, Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import OptimizerSettings
 from lagrpo.startup.build import build_trainer
 from lagrpo.training.batch import assemble, micro_batches
+from lagrpo.training.master_weights import MasterWeights
 from lagrpo.training.trainer import Optimization, Trainer, deterministic
 from lagrpo.types import Group, Outcome
 
@@ -433,6 +436,61 @@ def test_gradient_that_overflows_in_the_model_is_rejected_and_changes_nothing(dt
     assert norm == pytest.approx(
         make_trainer(tiny_policy(dtype=dtype), recipe).step(rows)[1]["grad_norm"], rel=1e-6
     )
+
+
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """Makes one call of a function fail: call 0, 1, … from now on."""
+    function = getattr(owner, name)
+    calls = itertools.count()
+
+    def fail_once(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, fail_once)
+
+
+@pytest.mark.parametrize("has_idle_memory", [True, False], ids=["idle memory", "none"])
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        pytest.param(Model, "forward", 1, id="log-probs of the reference"),
+        pytest.param(Model, "forward", 10, id="third row"),
+        pytest.param(MasterWeights, "reduce_grads", 0, id="sum of gradients"),
+        pytest.param(torch, "zeros_like", 5, id="moments"),
+    ],
+)
+def test_batch_that_runs_out_of_memory_is_repeated_to_the_bit_if_the_sampler_frees_some(
+    monkeypatch, owner, name, call, has_idle_memory
+):
+    recipe = resolve("grpo", {"beta": 0.1})
+    states = []
+    for fails in (False, True):
+        policy = tiny_policy(dtype=torch.bfloat16)
+        reference = copy_policy(policy)
+        trainer = Trainer(policy, recipe, Optimization(lr=1e-3, updates=10), reference)
+        batch = assembled(recipe, judge_groups(generate_groups(policy)))
+        trainer.free_idle_memory = lambda: has_idle_memory
+        if fails:
+            run_out_of_memory(monkeypatch, owner, name, call)
+            if not has_idle_memory:
+                with pytest.raises(torch.OutOfMemoryError):
+                    trainer.step(trainer.pack(batch, 55))
+                return
+        rows = trainer.pack(batch, 55)
+        assert len(rows) == 8
+        rows, metrics = trainer.step(rows)
+        trainer.step(rows)
+        states.append((metrics, copied(trainer.state())))
+    (expected_metrics, expected), (metrics, state) = states
+    assert metrics == expected_metrics
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def test_activation_checkpointing_is_switched_on_without_a_warning():

@@ -206,6 +206,31 @@ def test_server_on_the_same_gpu_takes_its_share(vllm, phase):
 
 
 @pytest.mark.parametrize(
+    ("memory", "sections", "phase"),
+    [
+        pytest.param(2**30, {}, "always", id="enough"),
+        pytest.param(20 << 20, {}, "sampling", id="short, and the cache is idle"),
+        pytest.param(
+            20 << 20, {"schedule": {"sync_every": 2}}, "always", id="short, and the cache is in use"
+        ),
+        pytest.param(
+            20 << 20, {"distributed": {"strategy": "fsdp2"}}, "always", id="short, layers in shards"
+        ),
+    ],
+)
+def test_cache_is_there_while_the_policy_learns_unless_the_run_drops_it(memory, sections, phase):
+    settings = settings_with(
+        rollout={"num_generations": 8, "max_prompt_length": 64, "max_completion_length": 64},
+        schedule={"prompts_per_batch": 8} | sections.pop("schedule", {}),
+        optimizer={"micro_batch_tokens": 512},
+        **sections,
+    )
+    computation = Computation(itemsize=2, ranks=2, on_gpu=True, memory=memory)
+    terms = expected_memory(MILLION, settings, check_settings(settings), computation)
+    assert {term.name: term.phase for term in terms}[KEYS_AND_VALUES] == phase
+
+
+@pytest.mark.parametrize(
     ("phase", "expected"),
     [("sampling", 5 + 9), ("backward", 5 + 4 + 9), ("update", 5 + 4 + 9), ("always", 9 + 9)],
 )

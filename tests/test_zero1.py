@@ -26,13 +26,14 @@ from rank_updates import (
     share,
 )
 from test_master_weights import module
+from test_trainer import run_out_of_memory
 from tiny import tiny_policy
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
-from lagrpo.training.master_weights import MasterWeights, MergedState, ZeroMasterWeights
+from lagrpo.training.master_weights import FlatBuffer, MasterWeights, MergedState, ZeroMasterWeights
 from lagrpo.training.trainer import Optimization, Trainer
 
 
@@ -98,8 +99,10 @@ def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, options, changes):
     check_to_the_bit(results, alone)
 
 
-def mixed_updates(group: ProcessGroup | None) -> list[Tensors]:
-    """The weights before, between and after two updates of a model of two dtypes, without an
+def mixed_updates(group: ProcessGroup | None, runs_out: bool = False) -> list[Tensors]:
+    """With `runs_out` rank 0 has no memory for its second part of the gradients at first.
+
+    The weights before, between and after two updates of a model of two dtypes, without an
     optimizer: masters go down by their gradients. The second update has gradients of 0."""
     model = module(
         torch.linspace(1, 2, 50).bfloat16(), torch.linspace(-1, 1, 40), torch.ones(6, 7).bfloat16()
@@ -113,6 +116,11 @@ def mixed_updates(group: ProcessGroup | None) -> list[Tensors]:
         if group is None or group.rank() == 0:
             squares = [(p.float() * p.float() * scale).sum() for p in model.parameters()]
             torch.stack(squares).sum().backward()
+        if runs_out and group is not None and group.rank() == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                run_out_of_memory(patch, FlatBuffer, "new_part", 1)
+                with pytest.raises(torch.OutOfMemoryError):
+                    masters.reduce_grads()
         masters.reduce_grads()
         with torch.no_grad():
             for master in masters.parameters:
@@ -124,11 +132,12 @@ def mixed_updates(group: ProcessGroup | None) -> list[Tensors]:
     return states
 
 
-def test_weights_of_two_dtypes_have_masters_too(ranks):
+@pytest.mark.parametrize("runs_out", [False, True], ids=["enough memory", "too little at first"])
+def test_weights_of_two_dtypes_have_masters_too(ranks, runs_out):
     start, moved, still = mixed_updates(None)
     assert not same(moved, start)
     assert same(still, moved)
-    for rank_states in ranks.run(mixed_updates, size=2):
+    for rank_states in ranks.run(mixed_updates, runs_out, size=2):
         assert all(map(same, rank_states, (start, moved, still)))
 
 

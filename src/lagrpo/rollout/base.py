@@ -111,6 +111,13 @@ class EngineDefaults(Protocol):
     def before_learning(self) -> None:
         """Frees what the trainer may need. No token is sampled before the next weight sync."""
 
+    def free_idle_memory(self) -> bool:
+        """Frees what is kept for later batches, and keeps nothing from now on: memory is short.
+
+        Returns False if nothing was kept.
+        """
+        return False
+
     def in_flight(self) -> Sequence[Request]:
         """Returns the groups that have begun and were not yielded, in the order of their begin.
 

@@ -82,6 +82,7 @@ class LocalSampler(EngineDefaults):
         self.longest_prompt = longest_prompt
         # The state of an earlier batch, with its graphs.
         self._idle_state: DecodingState | None = None
+        self._keeps_states = True
         # With `continues_completions`: all completions of training that are in flight, and the
         # groups that have ended and were not yielded, by their addresses.
         self._in_flight: ContinuousBatch | None = None
@@ -149,7 +150,7 @@ class LocalSampler(EngineDefaults):
             complete_groups = batch.step()
             if not batch:
                 # Before the last yield: the caller may never come back after the last group.
-                if stays:
+                if stays and self._keeps_states:
                     self._idle_state = batch.state
                 del batch.state
             for rows in complete_groups:
@@ -208,12 +209,18 @@ class LocalSampler(EngineDefaults):
         """Drops keys and values of what is in flight. The next step computes them again."""
         batch = self._in_flight
         if batch is not None and batch.has_state:
-            if self._state_stays:
+            if self._state_stays and self._keeps_states:
                 self._idle_state = batch.state
             batch.drop_state()
 
     def before_learning(self) -> None:
         self._drop_state()
+
+    def free_idle_memory(self) -> bool:
+        self._keeps_states = False
+        had_state = self._idle_state is not None
+        self._idle_state = None
+        return had_state
 
     def in_flight(self) -> list[Request]:
         batch = self._in_flight
@@ -258,7 +265,8 @@ class LocalSampler(EngineDefaults):
         # Frees the old cache before there is a new one.
         del idle_state
         state = RecordedState(self.model, max_rows, max_tokens)
-        return state, state.may_stay and params.purpose == self.params.purpose
+        is_of_training = params.purpose == self.params.purpose
+        return state, self._keeps_states and state.may_stay and is_of_training
 
     def _group(self, rows: Sequence[Row]) -> tuple[Request, Group]:
         """Returns the group of ended rows, and its request."""

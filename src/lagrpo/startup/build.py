@@ -118,6 +118,7 @@ def build_run(
             settings, policy, servers, params, ranks, main.prompts.longest_prompt
         )
         undo.callback(engine.close)
+        trainer.free_idle_memory = engine.free_idle_memory
         evaluator = build_evaluator(settings, policy, engine)
         weight_check = build_weight_check(trainer.policy, main.prompts, engine)
         return BuiltRun(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lagrpo.core.objective import Recipe
@@ -185,6 +185,8 @@ def expected_memory(
         *_learning(sizes, settings, computation, micro_batch),
         *_sampling(sizes, settings, computation),
     ]
+    if _drops_idle_cache(terms, settings, computation):
+        terms = [replace(t, phase="sampling") if t.name == KEYS_AND_VALUES else t for t in terms]
     if not computation.on_gpu:
         terms.append(Term("freed, kept for reuse", int(FREED_SHARE * peak(terms)), ""))
         terms.append(Term("Python and libraries", program_size(computation), ""))
@@ -449,15 +451,33 @@ def _sampling(sizes: ModelSizes, settings: Settings, computation: Computation) -
     if rollout.engine != "local":
         return []
     cache = _cache(sizes, settings, computation)
-    stays = (
+    stays_idle = (
         computation.on_gpu
         and computation.memory is not None
         and cache <= KEPT_SHARE * computation.memory
     )
-    advice = "rollout.max_num_seqs"
-    if stays:
-        return [Term(KEYS_AND_VALUES, cache, advice)]
-    return [Term(KEYS_AND_VALUES, cache, advice, "sampling")]
+    phase = "always" if stays_idle or _samples_while_learning(settings) else "sampling"
+    return [Term(KEYS_AND_VALUES, cache, "rollout.max_num_seqs", phase)]
+
+
+def _samples_while_learning(settings: Settings) -> bool:
+    """True if completions of later batches are in flight while the policy learns."""
+    schedule = settings.schedule
+    if schedule.continues_completions:
+        return False  # their keys and values are computed again
+    if schedule.runs_ahead:
+        return True
+    return schedule.v > 1 and not settings.rollout.dynamic_sampling_rounds
+
+
+def _drops_idle_cache(terms: Sequence[Term], settings: Settings, computation: Computation) -> bool:
+    """True if memory runs out while the policy learns beside an idle cache.
+
+    Then the run frees the cache, and keeps none any more. Ranks that shard layers cannot do that.
+    """
+    if computation.memory is None or peak(terms) <= computation.memory:
+        return False
+    return not (_samples_while_learning(settings) or _is_sharded(settings, computation))
 
 
 def _cache(sizes: ModelSizes, settings: Settings, computation: Computation) -> int:

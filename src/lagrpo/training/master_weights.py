@@ -235,17 +235,23 @@ class FlatBuffer:
         start = self.starts[span.name] + span.start - part_start
         return part[start : start + span.stop - span.start]
 
-    def sum_gradients(self) -> Tensor:
-        """Returns this rank's part of the sum of all ranks' gradients, and drops them.
+    def new_part(self) -> Tensor:
+        """Returns memory for this rank's part of the gradients' sum, with anything in it.
+
+        A rank that has computed no gradient gets zeros for it.
+        """
+        if self.gradient is None:
+            self.gradient = self._zeros()
+        return self.gradient.new_empty(self.part)
+
+    def sum_gradients(self, part: Tensor) -> None:
+        """Fills `part` with this rank's part of the sum of all ranks' gradients, and drops them.
 
         Collective.
         """
-        gradient = self._zeros() if self.gradient is None else self.gradient
-        self.gradient = None
-        part = gradient.new_empty(self.part)
         reduce_scatter = _renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
-        reduce_scatter(part, gradient, group=self.group)
-        return part
+        reduce_scatter(part, self.gradient, group=self.group)
+        self.gradient = None
 
     def gather(self, part: Tensor) -> None:
         """Copies the parts of all ranks into the weights. Collective."""
@@ -300,7 +306,10 @@ class ZeroMasterWeights(MasterWeights):
             self.parameters.append(nn.Parameter(master))
 
     def reduce_grads(self) -> None:
-        sums = {buffer: buffer.sum_gradients() for buffer in self.buffers}
+        # All memory comes first: a rank that lacks some can try again while the others wait.
+        sums = {buffer: buffer.new_part() for buffer in self.buffers}
+        for buffer, part in sums.items():
+            buffer.sum_gradients(part)
         for (buffer, span), master in zip(self.placed_spans, self.parameters, strict=True):
             master.grad = buffer.view(sums[buffer], span).view_as(master)
 

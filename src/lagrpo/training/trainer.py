@@ -13,13 +13,15 @@ all ranks, in the same order.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +52,9 @@ from lagrpo.training.master_weights import (
 )
 from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM
 from lagrpo.training.tensors import to_floats
+
+T = TypeVar("T")
+logger = logging.getLogger("lagrpo")
 
 PREVIOUS_GRADIENT = "previous_gradient"
 ENTROPY = "entropy_term"
@@ -172,6 +177,8 @@ class Trainer:
         if optimization.full_rate_kl:
             self.rate_by_kl = RateByKl(optimization.full_rate_kl, optimization.oldest_samples)
         self.ranks = ranks or Ranks()
+        # Frees what the sampler keeps for later batches; False if it keeps nothing.
+        self.free_idle_memory: Callable[[], bool] = bool
         self.skeleton: Any = None  # the model of transformers without its numbers, if sharded
         self.masters: MasterWeights
         start = optimization.masters
@@ -275,58 +282,103 @@ class Trainer:
         The first update on a batch starts at π = π_k: the rows come back with its log-probs, for
         the updates that follow. Collective.
         """
-        used_rows: list[MicroBatch] = []
-        log_ratios: list[float] = []  # log π(y)/α(y) of this rank's completions, nats
-        sums: defaultdict[str, float] = defaultdict(float)
-        version = self.policy.version
-        coef = self.entropy.coef
         with self.ranks.sync_interrupts():
             statistics = self._collect_statistics(rows)
             passes = self._count_passes(rows)
-            for packed_row in rows:
-                row = packed_row
-                entropy_T = None
-                if row.old_logp_T is None:
-                    logp_T, entropy_T = self._first_logprobs(row)
-                    sums["entropy"] += entropy_T.sum().item()
-                    sums["tokens_entropy"] += len(entropy_T)
-                    row = row.with_logprobs(logp_T.detach(), entropy_T.detach())
-                elif coef > 0:
-                    entropy_T = _room_for_entropy(row)
-                    logp_T = self.policy.logp(row.packed, entropy_T)
-                else:
-                    logp_T = self.policy.logp(row.packed)
-                x = row.loss_inputs(logp_T.detach(), version, statistics)
-                # `weight_C` has the normalizer of the whole step: gradients only have to be added.
-                derivative = self.recipe.differentiate(x, row.weight_C)
-                # The loss is differentiated by log π, and by the entropy if it has a coefficient.
-                # From there its gradient goes through the model, and adds to the gradients of the
-                # rows before.
-                with deterministic(self.policy.model):
-                    if coef > 0 and entropy_T is not None:
-                        entropy_weight_T = -coef * row.weight_C[row.completion_T]
-                        torch.autograd.backward(
-                            [logp_T, entropy_T], [derivative.gradient_T, entropy_weight_T]
-                        )
-                        sums["loss"] += (entropy_weight_T * entropy_T.detach()).sum().item()
-                    else:
-                        logp_T.backward(derivative.gradient_T)
-                for name, value in (_sums(x, derivative) | _own_sums(x)).items():
-                    sums[name] += value
-                if self.optimization.full_rate_ess and x.rollout_logp is not None:
-                    log_ratios += _completion_log_ratios(x)
-                if self.rate_by_kl is not None and x.rollout_logp is not None:
-                    for name, value in self._kl_sums(x).items():
-                        sums[name] += value
-                used_rows.append(row)
+            used_rows, sums, log_ratios = self._with_room(
+                partial(self._accumulate_rows, rows, statistics)
+            )
             for _ in range(passes - len(rows)):
                 self._pass_idle_row()
-        totals = add_up(self.ranks.gather(dict(sums)))
+        totals = add_up(self.ranks.gather(sums))
         if self.optimization.full_rate_ess:
             log_ratios = self.ranks.join(log_ratios)
         if log_ratios:
             totals["ess_share"] = _ess_share(log_ratios)
         return used_rows, totals
+
+    def _with_room(self, compute: Callable[[], T]) -> T:
+        """Returns the result of `compute`, which is called again if memory runs out.
+
+        Before the second call the sampler frees what it keeps, once in a run. `compute` must begin
+        anew, to the same bits. The other ranks notice nothing, unless they take part in the passes:
+        then the error is raised.
+        """
+        try:
+            return compute()
+        except torch.OutOfMemoryError:
+            if self.masters.passes_are_collective or not self.free_idle_memory():
+                raise
+        # Not inside of `except`: the error holds the memory of its frames.
+        logger.warning("memory ran out while learning: rollouts keep no memory between batches now")
+        return compute()
+
+    def _accumulate_rows(
+        self, rows: Sequence[MicroBatch], statistics: Mapping[str, Tensor]
+    ) -> tuple[list[MicroBatch], dict[str, float], list[float]]:
+        """Adds up the gradients of this rank's rows.
+
+        Returns the rows with log π_k, sums over them, and log π(y)/α(y) of their completions, nats,
+        if the learning rate follows them. If memory runs out, there is no gradient.
+        """
+        used_rows: list[MicroBatch] = []
+        log_ratios: list[float] = []
+        sums: defaultdict[str, float] = defaultdict(float)
+        try:
+            for row in rows:
+                used_rows.append(self._accumulate_row(row, statistics, sums, log_ratios))
+        except torch.OutOfMemoryError:
+            self.masters.zero_grads()
+            raise
+        return used_rows, dict(sums), log_ratios
+
+    def _accumulate_row(
+        self,
+        row: MicroBatch,
+        statistics: Mapping[str, Tensor],
+        sums: defaultdict[str, float],
+        log_ratios: list[float],
+    ) -> MicroBatch:
+        """Adds the gradient of a row, and extends `sums` and `log_ratios`.
+
+        Returns the row with log π_k.
+        """
+        version = self.policy.version
+        coef = self.entropy.coef
+        entropy_T = None
+        if row.old_logp_T is None:
+            logp_T, entropy_T = self._first_logprobs(row)
+            sums["entropy"] += entropy_T.sum().item()
+            sums["tokens_entropy"] += len(entropy_T)
+            row = row.with_logprobs(logp_T.detach(), entropy_T.detach())
+        elif coef > 0:
+            entropy_T = _room_for_entropy(row)
+            logp_T = self.policy.logp(row.packed, entropy_T)
+        else:
+            logp_T = self.policy.logp(row.packed)
+        x = row.loss_inputs(logp_T.detach(), version, statistics)
+        # `weight_C` has the normalizer of the whole step: gradients only have to be added.
+        derivative = self.recipe.differentiate(x, row.weight_C)
+        # The loss is differentiated by log π, and by the entropy if it has a coefficient. From
+        # there its gradient goes through the model, and adds to the gradients of the rows before.
+        with deterministic(self.policy.model):
+            if coef > 0 and entropy_T is not None:
+                entropy_weight_T = -coef * row.weight_C[row.completion_T]
+                torch.autograd.backward(
+                    [logp_T, entropy_T], [derivative.gradient_T, entropy_weight_T]
+                )
+                sums["loss"] += (entropy_weight_T * entropy_T.detach()).sum().item()
+            else:
+                logp_T.backward(derivative.gradient_T)
+        row_sums = _sums(x, derivative) | _own_sums(x)
+        if x.rollout_logp is not None:
+            if self.optimization.full_rate_ess:
+                log_ratios += _completion_log_ratios(x)
+            if self.rate_by_kl is not None:
+                row_sums |= self._kl_sums(x)
+        for name, value in row_sums.items():
+            sums[name] += value
+        return row
 
     def _collect_statistics(self, rows: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Returns the statistics of the whole step that the recipe's pieces read.
@@ -396,7 +448,7 @@ class Trainer:
         Collective. Raises FloatingPointError, on all ranks, if the gradient is not finite: it is
         dropped, and nothing has changed.
         """
-        self.masters.reduce_grads()
+        self._with_room(self.masters.reduce_grads)
         norm_tensor = self.masters.grad_norm()
         # Waits for the GPU: what follows depends on the number.
         norm = norm_tensor.item()
@@ -425,6 +477,7 @@ class Trainer:
         if self.optimization.offload_moments:
             step_offloaded(self.optimizer, self.masters.parameters)
         else:
+            self._with_room(self._make_moments)
             self.optimizer.step()
         if self.optimization.log_gradient_cosine:
             self._keep_gradient(gradients)
@@ -432,6 +485,18 @@ class Trainer:
         self.masters.write_back()
         self.policy.advance()
         return metrics | {"lr": rate}
+
+    def _make_moments(self) -> None:
+        """Makes the moments that AdamW's first step would make, with the same numbers.
+
+        That step could not be repeated if memory ran out: it may have changed masters by then.
+        """
+        for master in self.masters.parameters:
+            if not self.optimizer.state[master]:
+                self.optimizer.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    **{name: torch.zeros_like(master) for name in MOMENTS},
+                }
 
     def _gradient_cosine(self) -> dict[str, float]:
         """Returns the cosine between this gradient and the gradient of the update before.
@@ -482,19 +547,22 @@ class Trainer:
         """
         policy = self.policy if by is None else by
         passes = self._count_passes(rows)
-        logps: list[Tensor] = []
-        for row in rows:
-            if entropies is None:
-                logps.append(policy.logp(row.packed))
-            else:
-                entropy_T = _room_for_entropy(row)
-                logps.append(policy.logp(row.packed, entropy_T))
-                entropies.append(entropy_T)
+
+        def compute() -> list[tuple[Tensor, Tensor | None]]:
+            outputs: list[tuple[Tensor, Tensor | None]] = []
+            for row in rows:
+                entropy_T = None if entropies is None else _room_for_entropy(row)
+                outputs.append((policy.logp(row.packed, entropy_T), entropy_T))
+            return outputs
+
+        outputs = self._with_room(compute)
+        if entropies is not None:
+            entropies += [entropy_T for _, entropy_T in outputs if entropy_T is not None]
         for _ in range(passes - len(rows)):
             policy.logp(idle_row(self.policy.device))
         if self.masters.passes_are_collective:
             free_gathered(policy.model)
-        return logps
+        return [logp_T for logp_T, _ in outputs]
 
     def end_stage(self, *, reset_optimizer: bool) -> None:
         """Sets π_ref <- π: line 16 of Algorithm 1.
