@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import run_on_ranks, together
 from running import tiny_settings
+from torch import Tensor
 from torch.distributed import (
     HashStore,  # pyright: ignore[reportPrivateImportUsage]
     ProcessGroup,
@@ -247,6 +248,58 @@ def test_restarted_ranks_do_not_see_keys_of_the_attempt_before(monkeypatch, firs
     assert not now[0].check(["address"])
     now[0].set("address", "new")
     assert now[1].get("address") == b"new"
+
+
+# What ranks exchange
+
+
+def value_of(kind: str, rank: int) -> object:
+    """A value of a rank: 30 tensors are views of one."""
+    numbers = torch.arange(3000.0) + rank
+    return {
+        "rank 0 has all": list(numbers.split(100)) if rank == 0 else [],
+        "equal shares": list(numbers.split(100)),
+        "dtypes": [numbers.bfloat16()[::2], numbers[7], numbers[:0], numbers > 9, {"a": [None]}],
+    }[kind]
+
+
+def gather(group: ProcessGroup, kind: str) -> tuple[list[str], int]:
+    """The gathered values as text, and the bytes that this rank received, its own included."""
+    num_bytes = 0
+    all_gather, broadcast = torch.distributed.all_gather, torch.distributed.broadcast
+
+    def count_gathered(tensors: list[Tensor], *arguments: Any, **options: Any) -> None:
+        nonlocal num_bytes
+        num_bytes += sum(tensor.nbytes for tensor in tensors)
+        all_gather(tensors, *arguments, **options)
+
+    def count_broadcast(tensor: Tensor, *arguments: Any, **options: Any) -> None:
+        nonlocal num_bytes
+        num_bytes += tensor.nbytes
+        broadcast(tensor, *arguments, **options)
+
+    with (
+        patch.object(torch.distributed, "all_gather", count_gathered),
+        patch.object(torch.distributed, "broadcast", count_broadcast),
+    ):
+        ranks_of_group = Ranks(group.rank(), group.size(), group, group)
+        values = ranks_of_group.gather(value_of(kind, group.rank()))
+    return [repr(value) for value in values], num_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_bytes"),
+    [
+        pytest.param("rank 0 has all", 20_000, id="rank 0 has all"),
+        pytest.param("equal shares", 60_000, id="equal shares"),
+        pytest.param("dtypes", 30_000, id="dtypes"),
+    ],
+)
+def test_gather_gives_every_rank_all_values_and_sends_each_number_once(kind, most_bytes):
+    expected = [repr(value_of(kind, rank)) for rank in range(3)]
+    for values, num_bytes in run_on_ranks(gather, kind):
+        assert values == expected
+        assert num_bytes < most_bytes
 
 
 # Files

@@ -11,8 +11,10 @@ wait.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
+import io
 import logging
 import os
+import pickle
 import secrets
 import socket
 import struct
@@ -29,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -82,9 +85,30 @@ class Ranks:
         """Returns the values of all ranks, in their order, on every rank. Collective."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.objects)
+        own_bytes = to_bytes(value)
+        lengths_R = [torch.empty(1, dtype=torch.long) for _ in range(self.size)]
+        dist.all_gather(lengths_R, torch.tensor([len(own_bytes)]), group=self.objects)
+        lengths = [int(length) for length in lengths_R]
+        values: list[Any] = []
+        for rank, received in enumerate(self._exchange(own_bytes, lengths)):
+            values.append(value if rank == self.rank else pickle.loads(received.numpy().data))
         return values
+
+    def _exchange(self, own_bytes: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
+        """Yields the bytes of each rank, uint8. Collective."""
+        longest = max(lengths)
+        if longest * self.size <= 2 * sum(lengths):
+            padded = own_bytes.new_zeros(longest)
+            padded[: len(own_bytes)] = own_bytes
+            parts = [torch.empty_like(padded) for _ in lengths]
+            dist.all_gather(parts, padded, group=self.objects)
+            yield from parts
+            return
+        # One rank has most of it, such as a batch: padded, every rank would get it R times.
+        for rank, length in enumerate(lengths):
+            part = own_bytes if rank == self.rank else own_bytes.new_empty(length)
+            dist.broadcast(part, rank, group=self.objects)
+            yield part
 
     def join(self, items: Sequence[T]) -> list[T]:
         """Returns the items of all ranks, rank after rank, on every rank. Collective."""
@@ -470,6 +494,31 @@ class Watch:
 def make_mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:
     """Returns the ranks as FSDP2 shards layers over them: together they hold one copy."""
     return DeviceMesh.from_group(group, device, mesh_dim_names=("shards",))
+
+
+class CompactPickler(pickle.Pickler):
+    """A pickler that writes the numbers of a tensor alone.
+
+    PyTorch writes all numbers that a tensor is a view of, and a kilobyte beside them.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.requires_grad or obj.device.type != "cpu":
+            return NotImplemented
+        numbers = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return to_tensor, (numbers, obj.dtype, tuple(obj.shape))
+
+
+def to_tensor(numbers: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Returns the tensor whose numbers are these bytes."""
+    return torch.from_numpy(numbers).view(dtype).view(shape)
+
+
+def to_bytes(value: object) -> Tensor:
+    """Returns a value as bytes that `pickle` reads: uint8 [n]."""
+    buffer = io.BytesIO()
+    CompactPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def add_up(sums_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
