@@ -35,12 +35,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm_servers import engine_of
 
 from lagrpo.core.recipes import resolve
-from lagrpo.distributed.ranks import make_mesh
+from lagrpo.distributed.ranks import FirstRankSampler, make_mesh
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy, copy_policy, sample_weights
 from lagrpo.model.stored import StoredWeights
+from lagrpo.rollout.vllm import weights as vllm_weights
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build import build_trainer
 from lagrpo.startup.build_policy import build_policy, check_same_model
@@ -251,6 +253,46 @@ def test_weight_sync_gathers_once_and_finds_a_changed_copy(ranks):
         assert synced.has_sample_of_copy
         assert synced.stale == []
         assert len(synced.stale_after_change) == (rank == 1)
+
+
+def send_to_servers(group: ProcessGroup) -> tuple[str, int, list[str], int]:
+    """Syncs weights with servers, of which there are none; at first the disk of rank 0 is full.
+
+    A bucket has one weight. Returns the error, the number of gathered weights, those that differ
+    from the written ones, and the number of files of rank 0.
+    """
+    trainer = make_layered(group, "bfloat16")
+    policy = trainer.policy
+    engine = engine_of([], policy) if group.rank() == 0 else None
+    sampler = FirstRankSampler(trainer.ranks, engine)
+    error = ""
+    with patch.object(vllm_weights, "save_file", side_effect=OSError("full")):
+        try:
+            sampler.sync_weights(policy.weights, 1)
+        except OSError as raised:
+            error = str(raised)
+    read = ShardedWeights.__getitem__
+    with (
+        patch.object(ShardedWeights, "__getitem__", autospec=True, side_effect=read) as reading,
+        patch.object(vllm_weights, "BUCKET", 1),
+    ):
+        sampler.sync_weights(policy.weights, 1)
+    _, written = sampler.current_weights()
+    differing = [
+        name
+        for name, tensor in policy.weights.items()
+        if group.rank() == 0 and not torch.equal(written[name], tensor)
+    ]
+    files = list(engine.weights.root.glob("*/*")) if engine is not None else []
+    sampler.close()
+    return error, reading.call_count, differing, len(files)
+
+
+def test_weights_for_servers_are_gathered_one_by_one_and_an_error_ends_all_ranks(ranks):
+    num_weights = len(tiny_policy().weights)
+    first, second = ranks.run(send_to_servers, size=2)
+    assert first == ("full", num_weights, [], num_weights)
+    assert second == ("full", num_weights, [], 0)
 
 
 def save(

@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, 
     paths = ["/pause?mode=abort", "/collective_rpc", "/update_weight_version", "/resume"]
     assert [path for path, _ in fake.calls] == paths
     (path,) = (Path(body["kwargs"]["weights_path"]) for body in fake.bodies("/collective_rpc"))
-    written = load_file(path / weights.FILE)
+    written = load_files(path)
     assert written.pop("count") == count
     assert all(
         torch.equal(written[name], tensor.bfloat16()) for name, tensor in policy.weights.items()
@@ -218,6 +219,56 @@ def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, 
     assert [old.name for old in path.parent.glob("v*")] == ["v000001"]
     engine.close()
     assert not path.parent.exists()
+
+
+def load_files(directory: Path) -> dict[str, Tensor]:
+    files = [load_file(file) for file in directory.glob("*.safetensors")]
+    assert len({name for file in files for name in file}) == sum(map(len, files))
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+class Held(Mapping[str, Tensor]):
+    """Weights of 2 x 40 and 3 x 8 bytes that are made when they are read, and what is held."""
+
+    def __init__(self) -> None:
+        self.lengths = {"a": 10, "b": 10, "c": 2, "d": 2, "e": 2}
+        self.alive = WeakSet[Tensor]()
+        self.most_bytes = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = torch.full((self.lengths[name],), float(ord(name)))
+        self.alive.add(tensor)
+        self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.alive))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "num_files", "most_bytes"),
+    [
+        pytest.param(1, 5, 80, id="one tensor"),
+        pytest.param(50, 3, 88, id="several tensors"),
+        pytest.param(1000, 1, 104, id="all"),
+    ],
+)
+def test_version_is_written_in_buckets_that_are_dropped(
+    monkeypatch, fake, engine, bucket, num_files, most_bytes
+):
+    monkeypatch.setattr(weights, "BUCKET", bucket)
+    gathered = Held()
+    fake.calls.clear()
+    engine.sync_weights(gathered, 1)
+    path = Path(fake.bodies("/collective_rpc")[0]["kwargs"]["weights_path"])
+    assert gathered.most_bytes <= most_bytes
+    assert len(list(path.iterdir())) == num_files
+    for written in (load_files(path), engine.current_weights()[1]):
+        assert written.keys() == gathered.keys()
+        assert all(torch.equal(written[name], tensor) for name, tensor in gathered.items())
 
 
 @pytest.mark.parametrize(
@@ -486,11 +537,8 @@ def test_version_of_nccl_is_the_loaded_library_s(monkeypatch):
     assert weights.nccl_version() == (2, 28, 7)
 
 
-@pytest.mark.parametrize("kind", ["directory", "nccl"])
-def test_two_buffers_hold_all_versions_from_a_gpu(monkeypatch, fake, kind):
+def test_two_buffers_hold_all_versions_from_a_gpu(monkeypatch, fake):
     engine, _ = nccl(monkeypatch, [fake], tiny_policy())
-    if kind == "directory":
-        engine.weights = weights.WeightTransfer(torch.float32)
     buffers: list[int] = []
     copy = weights.HostBuffers.copy
 

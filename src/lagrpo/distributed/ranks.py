@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -561,19 +561,19 @@ class FirstRankSampler(EngineDefaults):
         return self.ranks.on_rank0(lambda: self.engine.version)
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        whole = self._whole(weights)
-        return self.ranks.on_rank0(lambda: self.engine.sync_weights(whole, version))
+        self._pack(weights, version)
+        return self.ranks.on_rank0(lambda: self.engine.sync_weights(weights, version))
 
     @contextmanager
     def temporary_weights(
         self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
     ) -> Generator[None]:
-        whole = self._whole(weights)
+        self._pack(weights, version)
         with ExitStack() as stack:
             self.ranks.on_rank0(
                 lambda: stack.enter_context(
                     self.engine.temporary_weights(
-                        whole, version, restore_afterwards=restore_afterwards
+                        weights, version, restore_afterwards=restore_afterwards
                     )
                 )
             )
@@ -621,8 +621,27 @@ class FirstRankSampler(EngineDefaults):
         if self.ranks.is_first:
             self.engine.keep_logs(run)
 
-    def _whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the weights on rank 0, gathered if layers are sharded."""
+    def _pack(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Lets rank 0 write sharded weights as all ranks gather them, one after the other.
+
+        The engine then has this version, and reads no weights.
+        """
         if self.ranks.mesh is None:
-            return weights
-        return self.ranks.gather_whole(weights)
+            return
+        gathered = iter(weights.items())
+
+        def pack_gathered() -> None:
+            try:
+                self.engine.weights.pack(gathered, version)
+            finally:
+                # The other ranks gather all of them, also if rank 0 has this version or no space.
+                exhaust(gathered)
+
+        if not self.ranks.is_first:
+            exhaust(gathered)
+        self.ranks.on_rank0(pack_gathered)
+
+
+def exhaust(items: Iterator[object]) -> None:
+    """Reads all items, and drops each at once."""
+    deque(items, maxlen=0)

@@ -147,7 +147,7 @@ class VllmEngine(EngineDefaults):
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         """Loads π_version into all servers. Raises SamplerError if a server cannot load it."""
         self._wake_up()
-        update = self.weights.pack(weights, version)
+        update = self.weights.pack(weights.items(), version)
         self._load(update)
         self._synced = update
         self.weights.drop_others(self.servers, update)
@@ -158,7 +158,7 @@ class VllmEngine(EngineDefaults):
         self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
     ) -> Iterator[None]:
         self._wake_up()
-        update = self.weights.pack(weights, version)
+        update = self.weights.pack(weights.items(), version)
         if not restore_afterwards:
             self._synced = update
         if update is not self.weights.current:

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,9 @@ from lagrpo.rollout.vllm.client import (
 
 LOCK = ".lock"
 """In a directory of weights: locked while its process lives."""
-FILE = "model.safetensors"
+FILES = "model-*.safetensors"
+BUCKET = 2**29
+"""Bytes of weights that are gathered before they are written, to a file of their own."""
 # Environment variable with the parent of the directory.
 DIRECTORY = "LAGRPO_TRANSFER_DIR"
 SHARED_MEMORY = Path("/dev/shm")
@@ -72,9 +74,8 @@ class WeightUpdate:
 class HostBuffers:
     """Memory of the host for versions of the weights on a GPU, used again from sync to sync.
 
-    It is pinned, which a GPU fills several times faster than other memory. There are as many
-    buffers as versions are in memory at a time: one through the directory, two by NCCL while an
-    evaluation has other weights.
+    It is pinned, which a GPU fills several times faster than other memory. By NCCL two versions are
+    in memory while an evaluation has other weights. What goes through the directory needs none.
     """
 
     def __init__(self) -> None:
@@ -136,34 +137,39 @@ class WeightTransfer:
         # For the files.
         self._writing = threading.Lock()
 
-    def pack(self, weights: Mapping[str, Tensor], version: int) -> WeightUpdate:
-        """Returns a version in the servers' dtype, ready to be sent."""
+    def pack(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightUpdate:
+        """Returns a version in the servers' dtype, ready to be sent, from names and tensors.
+
+        On the way to a directory only BUCKET bytes of them are held, unless one tensor has more.
+        """
         label = f"{self.run}:{version}"
         if label in self._updates:
             return self._updates[label]
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in weights.items():
-            tensors[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-        update = WeightUpdate(version, label, self.root / f"v{version:06d}", tensors)
+        update = WeightUpdate(version, label, self.root / f"v{version:06d}", None)
+        converted = ((name, self._convert(tensor)) for name, tensor in weights)
+        if self.adapted_lm is None and self.writes_first:
+            with self._writing:
+                _save_in_buckets(converted, update.directory)
+        else:
+            update.tensors = dict(converted)
         self._updates[label] = update
         if self.writes_first:
             self.write(update)
         return update
 
+    def _convert(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
     def write(self, update: WeightUpdate) -> str:
         """Writes a version to its directory if that was not done. Returns the directory."""
         with self._writing:
             if update.tensors is not None:
-                update.directory.mkdir(exist_ok=True)
-                if any(tensor.is_cuda for tensor in update.tensors.values()):
-                    self._copy_to_host(update, update.tensors)
-                tensors = {
-                    name: tensor.detach().contiguous() for name, tensor in update.tensors.items()
-                }
                 if self.adapted_lm is not None:
+                    update.directory.mkdir(exist_ok=True)
+                    tensors = {name: _on_host(tensor) for name, tensor in update.tensors.items()}
                     save_adapter(self.adapted_lm, tensors, update.directory)
                 else:
-                    save_file(tensors, update.directory / FILE, {"format": "pt"})
+                    _save_in_buckets(update.tensors.items(), update.directory)
                 self._drop_tensors(update)
         return str(update.directory)
 
@@ -184,7 +190,10 @@ class WeightTransfer:
         directory = Path(self.write(update))
         if self.adapted_lm is not None:
             return load_adapter_weights(directory)
-        return load_file(directory / FILE)
+        weights: dict[str, Tensor] = {}
+        for file in directory.glob(FILES):
+            weights |= load_file(file)
+        return weights
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
         """Loads a version into all servers.
@@ -396,6 +405,39 @@ def _own_stream(device: torch.device | int) -> Iterator[None]:
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
+
+
+def _save_in_buckets(weights: Iterable[tuple[str, Tensor]], directory: Path) -> None:
+    """Writes weights into files of a new directory, each with BUCKET bytes or one tensor."""
+    # An attempt may have failed, on a full disk.
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    bucket: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        bucket_bytes = sum(one.nbytes for one in bucket.values())
+        if bucket and bucket_bytes + tensor.nbytes > BUCKET:
+            _save_bucket(bucket, directory)
+            bucket = {}
+        bucket[name] = _on_host(tensor)
+    _save_bucket(bucket, directory)
+
+
+def _save_bucket(bucket: Mapping[str, Tensor], directory: Path) -> None:
+    """Writes the next file."""
+    number = len(list(directory.glob(FILES)))
+    save_file(dict(bucket), directory / FILES.replace("*", f"{number:05d}"), {"format": "pt"})
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor of the host, which shares the memory of one that is there.
+
+    PyTorch uses pinned memory again, which a GPU fills several times faster than other memory.
+    """
+    tensor = tensor.detach().contiguous()
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return pinned.copy_(tensor)
 
 
 def _lock_of(root: Path) -> FileLock:
