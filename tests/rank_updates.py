@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.core.recipes import resolve
 from lagrpo.distributed.ranks import Ranks
+from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
 from lagrpo.rollout.base import Request
@@ -67,11 +68,12 @@ def make_trainer(
     dtype: str,
     kind: str = "llama",
     tie: bool = False,
+    backend: Backend | Choice = "torch",
     lora: Lora | None = None,
     entropy_coef: float = 0.0,
     **changes: Any,
 ) -> Trainer:
-    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", lora=lora, tie_word_embeddings=tie)
+    policy = tiny_policy(kind, DTYPES[dtype], backend=backend, lora=lora, tie_word_embeddings=tie)
     options = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
     recipe = resolve("grpo", {"beta": 0.0})
     return Trainer(
@@ -95,9 +97,14 @@ def sampled(batch: int) -> list[Group]:
     return judge_groups(groups, lambda group, index, completion: float(index % 2))
 
 
-def rows_of(trainer: Trainer, batch: int = 1) -> list[MicroBatch]:
+def rows_of(trainer: Trainer, batch: int = 1, tokens: int = 40) -> list[MicroBatch]:
     # 40 tokens a row: several rows, so that every rank has one.
-    return micro_batches(assembled(trainer.recipe, sampled(batch), batch), 40)
+    return micro_batches(assembled(trainer.recipe, sampled(batch), batch), tokens)
+
+
+def shortest_rows(trainer: Trainer, count: int) -> list[MicroBatch]:
+    """Rows with a single completion."""
+    return sorted(rows_of(trainer, tokens=1), key=lambda row: row.packed.layout.rows)[:count]
 
 
 def learn(

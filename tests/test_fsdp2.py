@@ -28,10 +28,12 @@ from rank_updates import (
     rows_of,
     same,
     share,
+    shortest_rows,
 )
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_policy, tiny_tokenizer
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +42,7 @@ from vllm_servers import engine_of
 from lagrpo.core.recipes import resolve
 from lagrpo.distributed.ranks import FirstRankSampler, make_mesh
 from lagrpo.errors import SettingsError
+from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.model import Policy, copy_policy, sample_weights
 from lagrpo.model.stored import StoredWeights
 from lagrpo.rollout.vllm import weights as vllm_weights
@@ -50,19 +53,23 @@ from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.fsdp import ShardedWeights, copy_sharded, copy_whole
 from lagrpo.training.trainer import Optimization, Trainer
 
+# The kernels without panels: they compute sharded layers, too.
+KERNELS = Backend(torch.device("cpu"), torch.bfloat16, kernels=True)
+
 
 def make_layered(
     group: ProcessGroup | None,
     dtype: str,
     kind: str = "llama",
     tie: bool = False,
+    backend: Backend | Choice = "torch",
     checkpointing: bool = False,
     beta: float = 0.0,
     entropy_coef: float = 0.0,
     **changes: Any,
 ) -> Trainer:
     """As `make_trainer`, in shards."""
-    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
+    policy = tiny_policy(kind, DTYPES[dtype], backend=backend, tie_word_embeddings=tie)
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
     mesh = make_mesh(group, "cpu") if group is not None else None
     reference = None
@@ -95,12 +102,14 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks)
             {"dtype": "bfloat16", "masters": "plain", "tie": True}, {}, id="plain masters"
         ),
         pytest.param(
-            {"dtype": "bfloat16"},
+            {"dtype": "bfloat16", "kind": "qwen3", "backend": KERNELS},
             {"checkpointing": True, "offload_moments": True},
-            id="checkpointing and moments on the host",
+            id="kernels, checkpointing and moments on the host",
         ),
         pytest.param(
-            {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}, id="float32 qwen2"
+            {"dtype": "float32", "kind": "qwen2", "backend": "c", "weight_decay": 0.0},
+            {},
+            id="kernels in float32, qwen2",
         ),
     ],
 )
@@ -111,6 +120,55 @@ def test_updates_are_bit_equal_if_the_gradients_are(ranks, options, changes):
     options = {"max_grad_norm": None, **options}
     results = ranks.run(five_updates, options | changes, True, make_layered, size=2)
     check_to_the_bit(results, five_updates(None, options, True))
+
+
+class Pass(NamedTuple):
+    """A forward pass over a short row."""
+
+    saved: int
+    """bytes that wait for the backward pass, without weights"""
+    logp_T: Tensor
+    sampler_logp_T: Tensor
+    """by a whole copy of the weights"""
+    is_exact: bool
+
+
+def short_pass(group: ProcessGroup | None, backend: Backend, checkpointing: bool) -> Pass:
+    """A pass in shards, or whole if there is no group."""
+    trainer = make_layered(group, "bfloat16", "qwen3", backend=backend, checkpointing=checkpointing)
+    policy = trainer.policy
+    packed = shortest_rows(trainer, 1)[0].packed
+    sizes: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        weights = [getattr(p, "_local_tensor", p) for p in policy.model.lm.parameters()]
+        address = tensor.untyped_storage().data_ptr()
+        if address not in {weight.untyped_storage().data_ptr() for weight in weights}:
+            sizes[address] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        logp_T = policy.logp(packed)
+    logp_T.sum().backward()
+    whole = copy_policy(policy) if group is None else copy_whole(policy, trainer.skeleton, backend)
+    with torch.no_grad():
+        sampler_logp_T = whole.logp(packed)
+    return Pass(sum(sizes.values()), logp_T.detach(), sampler_logp_T, policy.model.exact)
+
+
+def check_passes(results: Sequence[Pass], alone: Pass) -> None:
+    """Checks that sharded and whole layers save the same bytes, and give the same bits."""
+    for one_pass in results:
+        assert one_pass.saved == alone.saved
+        assert one_pass.is_exact == alone.is_exact
+        assert torch.equal(one_pass.logp_T, alone.logp_T)
+        assert torch.equal(one_pass.logp_T, one_pass.sampler_logp_T)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "checkpointing"])
+def test_kernels_save_as_much_in_shards_and_give_the_log_probs_of_the_sampler(ranks, checkpointing):
+    results = ranks.run(short_pass, KERNELS, checkpointing, size=2)
+    check_passes(results, short_pass(None, KERNELS, checkpointing))
 
 
 # What a rank has

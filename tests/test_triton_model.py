@@ -10,16 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 from interpreted import DEVICE
+from rank_updates import Updated, check_to_the_bit, copied, share, shortest_rows
+from test_fsdp2 import check_passes, make_layered, short_pass
 from test_kernels import FUSED_MODELS
 from test_lora import move
 from test_sampling import requests_for, sampled
 from tiny import tiny_policy
+from torch.distributed import ProcessGroup
 
 from lagrpo.model import backend as backends
 from lagrpo.model.backend import Backend
 from lagrpo.model.layout import Packed
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
+from lagrpo.training.master_weights import MergedState
 
 pytestmark = [
     pytest.mark.triton,
@@ -28,6 +32,7 @@ pytestmark = [
 ]
 
 TRITON = Backend(torch.device(DEVICE), torch.float32, triton=True)
+TRITON_BF16 = replace(TRITON, dtype=torch.bfloat16)
 GROUPS = [
     ([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])]),
     ([20, 21, 22], [torch.tensor([7])]),
@@ -97,11 +102,15 @@ def test_sampler_records_the_log_probs_of_the_trainer():
     torch.testing.assert_close(logp, recorded, rtol=0, atol=1e-4)
 
 
-def test_model_is_exact_if_products_and_attention_are(monkeypatch):
-    """What a GPU would say of FlashAttention is replaced."""
+def answer_as_a_hopper_gpu(monkeypatch) -> None:
+    """Replaces what a GPU would say of its products and of FlashAttention."""
     monkeypatch.setattr(backends, "takes_varlen", lambda device, dtype, d: True)
     monkeypatch.setattr(backends, "flash_reads_caches", lambda *arguments: True)
     monkeypatch.setattr(backends.exactness, "rows_are_independent", lambda *arguments: True)
+
+
+def test_model_is_exact_if_products_and_attention_are(monkeypatch):
+    answer_as_a_hopper_gpu(monkeypatch)
     exact = policy_by(replace(TRITON, exact_products=True), "llama")
     assert exact.model.exact
     assert copy_policy(exact).model.exact
@@ -111,3 +120,51 @@ def test_model_is_exact_if_products_and_attention_are(monkeypatch):
     monkeypatch.setattr(backends.exactness, "rows_are_independent", lambda *arguments: True)
     monkeypatch.setattr(backends, "flash_reads_caches", lambda *arguments: False)
     assert not policy_by(replace(TRITON, exact_products=True), "llama").model.exact
+
+
+# Sharded layers. One GPU has one rank of them: test_gpu_ranks.py.
+on_a_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks without a GPU")
+
+
+def update_from(
+    group: ProcessGroup | None, states: list[dict[str, torch.Tensor]] | None, checkpointing: bool
+) -> Updated:
+    """An update on two short rows, from the states of all ranks, or from the start without any."""
+    trainer = make_layered(
+        group,
+        "bfloat16",
+        backend=TRITON_BF16,
+        checkpointing=checkpointing,
+        # FSDP2 rounds norms in another order.
+        max_grad_norm=None,
+    )
+    if states is not None:
+        trainer.load_state(MergedState(states), 1)
+    trainer.accumulate(share(group, shortest_rows(trainer, 2), first_takes_all=False))
+    metrics = [trainer.update()]
+    return Updated(metrics, copied(trainer.state()), copied(trainer.policy.weights))
+
+
+@on_a_cpu
+def test_updates_in_shards_are_those_of_one_process_also_after_a_resume(ranks):
+    """To the bit: each of two ranks has one row, and a sum of two gradients has no order. The
+    second update computes activations again."""
+    first = update_from(None, None, False)
+    results = ranks.run(update_from, None, False, size=2)
+    check_to_the_bit(results, first)
+    states = [result.state for result in results]
+    second = update_from(None, [first.state], True)
+    check_to_the_bit(ranks.run(update_from, states, True, size=2), second)
+
+
+def exact_pass(group: ProcessGroup | None):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        answer_as_a_hopper_gpu(monkeypatch)
+        return short_pass(group, replace(TRITON_BF16, exact_products=True), False)
+
+
+@on_a_cpu
+def test_model_in_shards_is_exact_saves_as_much_and_agrees_with_its_whole_copy(ranks):
+    alone = exact_pass(None)
+    assert alone.is_exact
+    check_passes(ranks.run(exact_pass, size=2), alone)

@@ -168,7 +168,11 @@ class Linears:
         """Returns the outputs [n, o] of each layer for x [n, k], without a gradient."""
         if self.panels is None:
             enough = with_enough_rows(x)
-            return tuple(module.forward(enough)[: len(x)] for module in self.modules)
+            outputs = tuple(module.forward(enough) for module in self.modules)
+            if enough is x:
+                return outputs
+            # No views: FSDP2 warns of a layer that returns one.
+            return tuple(output[: len(x)].clone() for output in outputs)
         return self.panels(x).split(self.panels.widths, 1)
 
     def grad_input(self, grads: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> Tensor:

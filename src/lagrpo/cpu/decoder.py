@@ -3,8 +3,8 @@
 transformers computes norms, rotary embedding and gated activation in several passes over memory
 each. Here each is one pass, with the same roundings, forward and backward. With panels (panels.py)
 the kernels also compute the matrix products of the forward pass, and a decoding step is one call.
-Linear layers may have adapters. Other families keep transformers' modules, and so do models whose
-linear layers are of another class or have hooks.
+Linear layers may have adapters. Layers may be sharded (training/fsdp.py). Other families keep
+transformers' modules, and so do models whose linear layers are of another class or have hooks.
 
 Shapes: n rows of a packed row, or tokens of a step; H hidden size; I width of the MLP; Hq query
 heads, Hkv key-value heads, D numbers in a head.
@@ -12,7 +12,7 @@ heads, Hkv key-value heads, D numbers in a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -105,14 +105,21 @@ def has_fixed_angles(text_config: Any) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if a module has hooks or a replaced forward method, and therefore must be called."""
+    """True if a module has hooks or a replaced forward method, and therefore must be called.
+
+    Hooks of FSDP2 do not count: sharded layers are gathered without a call, too.
+    """
     hooks = (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
     )
-    return bool(hooks) or "forward" in vars(module)
+    return not all(map(_is_of_fsdp, hooks)) or "forward" in vars(module)
+
+
+def _is_of_fsdp(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
 
 
 def is_unhooked(module: nn.Module) -> bool:
@@ -154,6 +161,9 @@ class FusedDecoder:
     It reads the weights of the modules. With `panels` the forward products are the kernels', too.
     `layer_kernels` compute between the products: the C kernels, or their twins on a GPU.
     `exact_products` says that PyTorch's products are as exact as the kernels' are.
+
+    `layer_functions` are `compute_layer` of each layer. For sharded layers they are replaced by
+    methods that also gather the weights.
     """
 
     # False: decoding steps go layer by layer, as packed rows do. For tests.
@@ -172,6 +182,9 @@ class FusedDecoder:
         self.panels = panels
         self.layer_kernels = layer_kernels
         self.exact_products = exact_products
+        self.layer_functions: list[Callable[..., tuple[Tensor, Tensor]]] = [
+            partial(compute_layer, layer) for layer in self.decoder.layers
+        ]
         # All layers for one call, and the panels that they were made of.
         self._stack: kernels.Stack | None = None
         self._stack_panels: DecoderPanels | AdaptedDecoder | None = None
@@ -246,9 +259,8 @@ class FusedDecoder:
         delta: Tensor | None = None
         for number, layer in enumerate(self.decoder.layers):
             compute = partial(
-                _compute_layer,
+                self.layer_functions[number],
                 number=number,
-                layer=layer,
                 panels=[None] * 4 if panels is None else panels.layers[number],
                 cosine=cosine,
                 sine=sine,
@@ -284,12 +296,12 @@ def _is_checkpointed(layer: Any) -> bool:
     return torch.is_grad_enabled() and layer.training and is_on
 
 
-def _compute_layer(
+def compute_layer(
+    layer: Any,
     x: Tensor,
     delta: Tensor | None,
     *,
     number: int,
-    layer: Any,
     panels: Sequence[Panels | None],
     cosine: Tensor,
     sine: Tensor,

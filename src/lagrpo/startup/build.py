@@ -189,7 +189,7 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     )
     reference = None
     if ranks.mesh is not None:
-        policy = fsdp.with_modules(policy)
+        policy = fsdp.without_panels(policy)
         if recipe.needs_pi_ref:
             reference = fsdp.copy_sharded(policy, ranks.mesh)
     elif recipe.needs_pi_ref:

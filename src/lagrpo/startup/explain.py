@@ -404,14 +404,15 @@ def computation_of(settings: Settings, lm: PreTrainedModel, ranks: int) -> Compu
     has_kernels = backend.kernels or backend.triton
     text_config = lm.config.get_text_config()
     fused = has_kernels and is_reproduced(lm, Shape.of(text_config).d)
+    packed = fused and backend.products is not None and dtype == torch.bfloat16
     on_gpu = device.type == "cuda"
     return Computation(
         itemsize=dtype.itemsize,
         ranks=ranks,
         on_gpu=on_gpu,
-        # Sharded layers are computed by calls of their modules.
-        fused=fused and not is_sharded,
-        packed=fused and backend.products is not None and dtype == torch.bfloat16,
+        # Packed weights are whole. Sharded layers are computed without them, by their modules.
+        fused=fused and not (is_sharded and packed),
+        packed=packed,
         # The ranks of a host share its memory.
         memory=total_memory(device) if on_gpu else memory_limit() // local_size(),
         shares_gpu=server_shares_gpu(settings),

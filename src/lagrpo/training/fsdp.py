@@ -3,8 +3,9 @@
 `fully_shard` of torch.distributed shards every decoder layer. A rank has its rows of every weight,
 in float32: these are its master weights, and gradients and moments have the same shards. A layer is
 whole on a rank only while it computes: gathered, and rounded to the model's dtype on the way, as
-one process rounds it. Gradients are plain sums over the ranks, because the weights of completions
-already have the batch's normalizer.
+one process rounds it. The kernels that compute whole layers read the gathered weights, too.
+Gradients are plain sums over the ranks, because the weights of completions already have the batch's
+normalizer.
 
 A model is sharded before it has weights (on the meta device). Then each rank reads its rows from
 the files, so no rank ever has all of them.
@@ -19,15 +20,22 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from operator import attrgetter
+from types import MethodType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
+from lagrpo.cpu.decoder import compute_layer
 from lagrpo.model.backend import Backend
 from lagrpo.model.model import (
     Model,
@@ -50,7 +58,7 @@ def shard_policy(
     It shards the model of `policy` itself, which must not be used afterward. Weights that are
     stored in files are read, each row by the rank that has it.
     """
-    policy = with_modules(policy)
+    policy = without_panels(policy)
     masters = FsdpMasterWeights(policy, mesh, group, start, seed)
     weights = ShardedWeights(policy.model, policy.version)
     return Policy(weights, policy.model, policy.chat, policy.tau), masters
@@ -76,9 +84,7 @@ class FsdpMasterWeights(MasterWeights):
         self.sharded: list[DTensor] = []
         lm = policy.model.lm
         read_rows = reader_of_rows(policy.weights)
-        names: list[str] = []
-        for unit in units_of(policy.model):
-            names += shard_unit(unit, lm, policy.dtype, mesh)
+        names = shard_model(policy.model, policy.dtype, mesh)
         allocate(policy.model, lm, policy.model.backend.device)
         self.device = policy.device
         for name in names:
@@ -117,12 +123,32 @@ class FsdpMasterWeights(MasterWeights):
 # Sharding a model
 
 
-def with_modules(policy: Policy) -> Policy:
-    """Returns the policy, computed by calls of the model's modules, whose hooks gather layers."""
-    if policy.model.layers is None:
+def without_panels(policy: Policy) -> Policy:
+    """Returns the policy, computed by the modules of transformers if it has panels.
+
+    Panels are packed from whole weights, which a rank does not have.
+    """
+    layers = policy.model.layers
+    if layers is None or layers.panels is None:
         return policy
     backend = Backend(policy.model.backend.device, policy.dtype, "its layers are sharded")
     return Policy(policy.weights, Model(policy.model.lm, backend), policy.chat, policy.tau)
+
+
+def shard_model(model: Model, dtype: torch.dtype | None, mesh: DeviceMesh) -> list[str]:
+    """Shards all weights of a model, as `shard_unit` does. Returns their names.
+
+    A layer is gathered whenever it is computed, by a call of its module or by the kernels.
+    """
+    names: list[str] = []
+    for unit in units_of(model):
+        names += shard_unit(unit, model.lm, dtype, mesh)
+    if model.layers is not None:
+        for number, layer in enumerate(model.layers.decoder.layers):
+            layer.compute_by_kernels = MethodType(compute_layer, layer)
+            register_fsdp_forward_method(layer, "compute_by_kernels")
+            model.layers.layer_functions[number] = layer.compute_by_kernels
+    return names
 
 
 def units_of(model: Model) -> list[nn.Module]:
@@ -358,14 +384,13 @@ def gather_equal(values: Tensor, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
-    """Returns a copy of a policy of `with_modules` that does not learn, in shards of its dtype.
+    """Returns a copy of a policy of `without_panels` that does not learn, in shards of its dtype.
 
     If the policy's weights are stored in files, the copy's are undefined until it loads some.
     """
     lm = copy.deepcopy(policy.model.lm).requires_grad_(requires_grad=False)
     model = Model(lm, policy.model.backend)
-    for unit in units_of(model):
-        shard_unit(unit, lm, None, mesh)
+    shard_model(model, None, mesh)
     allocate(model, lm, model.backend.device)
     return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau)
 
