@@ -99,7 +99,8 @@ def sampled(batch: int) -> list[Group]:
 
 def rows_of(trainer: Trainer, batch: int = 1, tokens: int = 40) -> list[MicroBatch]:
     # 40 tokens a row: several rows, so that every rank has one.
-    return micro_batches(assembled(trainer.recipe, sampled(batch), batch), tokens)
+    batch_of_rows = assembled(trainer.recipe, sampled(batch), batch)
+    return micro_batches(batch_of_rows, tokens, trainer.policy.device)
 
 
 def shortest_rows(trainer: Trainer, count: int) -> list[MicroBatch]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lagrpo.errors import SettingsError
+from lagrpo.model.backend import Backend
 from lagrpo.settings.schema import Settings
 from lagrpo.startup import explain
 from lagrpo.startup.build_tasks import load_tasks
@@ -124,6 +125,24 @@ def test_dry_run_of_stale_schedule_has_no_note_if_all_samples_are_offline(model,
     assert "updates old" in explained(model, schedule=schedule)
     offline = {"data": [str(data)]}
     assert "updates old" not in explained(model, schedule=schedule, offline=offline)
+
+
+@pytest.mark.parametrize(
+    ("packed", "fused"),
+    [
+        pytest.param(True, False, id="packed weights are whole"),
+        pytest.param(False, True, id="kernels compute sharded layers"),
+    ],
+)
+def test_kernels_compute_sharded_layers_unless_they_pack_weights(model, monkeypatch, packed, fused):
+    products = "AMX" if packed else None
+    backend = Backend(torch.device("cpu"), torch.bfloat16, kernels=True, products=products)
+    monkeypatch.setattr(explain, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(explain, "pick_dtype", lambda *_: ("bfloat16", ""))
+    settings = settings_of(model, task={"name": "arithmetic"}, distributed={"strategy": "fsdp2"})
+    lm = explain.empty_model(settings)
+    computation = explain.computation_of(settings, lm, ranks=2)
+    assert (computation.packed, computation.fused) == (packed, fused)
 
 
 def test_dry_run_states_memory_per_rank(model, monkeypatch):

@@ -69,9 +69,12 @@ def make_layered(
     **changes: Any,
 ) -> Trainer:
     """As `make_trainer`, in shards."""
-    policy = tiny_policy(kind, DTYPES[dtype], backend=backend, tie_word_embeddings=tie)
+    device = backend.device.type if isinstance(backend, Backend) else "cpu"
+    policy = tiny_policy(
+        kind, DTYPES[dtype], backend=backend, device=device, tie_word_embeddings=tie
+    )
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
-    mesh = make_mesh(group, "cpu") if group is not None else None
+    mesh = make_mesh(group, device) if group is not None else None
     reference = None
     if beta:
         reference = copy_sharded(policy, mesh) if mesh is not None else copy_policy(policy)

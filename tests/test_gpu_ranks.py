@@ -7,6 +7,7 @@ one process.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from rank_updates import Updated, check_to_the_bit, copied, same, sampled
 from ranks import together
 from running import tiny_settings
 from safetensors.torch import load_file
+from test_fsdp2 import check_passes, short_pass
 from test_trainer import assembled
 from tiny import tiny_policy
 
@@ -25,6 +27,7 @@ from lagrpo import train
 from lagrpo.core.recipes import resolve
 from lagrpo.distributed.ranks import Ranks, make_mesh
 from lagrpo.lifecycle.run import Result
+from lagrpo.model.backend import choose_backend
 from lagrpo.settings.sections import DistributedSettings
 from lagrpo.training.batch import micro_batches
 from lagrpo.training.trainer import Optimization, Trainer
@@ -52,8 +55,9 @@ def group(device) -> Iterator[dist.ProcessGroup | None]:
 
 def updates(strategy: str | None, group: dist.ProcessGroup, device: str, **changes: Any) -> Updated:
     """Metrics, state and weights after three updates on one batch: as a rank, or without a strategy
-    as a process alone. Both compute by PyTorch, as FSDP2 does."""
-    policy = tiny_policy(dtype=torch.bfloat16, device=device, backend="torch")
+    as a process alone. Kernels compute the layers, without panels."""
+    backend = replace(choose_backend("auto", device, torch.bfloat16), products=None)
+    policy = tiny_policy(dtype=torch.bfloat16, device=device, backend=backend)
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "seed": 5, "max_grad_norm": 0.05}
     optimization = Optimization(**numbers | changes)
     ranks = None
@@ -76,6 +80,14 @@ def test_updates_of_one_rank_equal_those_of_a_process_bit_for_bit(group, device,
     """Without clipping, since FSDP2 rounds norms in another order."""
     alone = updates(None, group, device, max_grad_norm=None)
     check_to_the_bit([updates(strategy, group, device, max_grad_norm=None)], alone)
+
+
+def test_log_probs_of_a_sharded_model_are_those_of_its_whole_copy(group, device):
+    backend = replace(choose_backend("auto", device, torch.bfloat16), products=None)
+    alone = short_pass(None, backend, checkpointing=False)
+    if device == "cuda":
+        assert alone.is_exact == backend.exact_products
+    check_passes([short_pass(group, backend, checkpointing=False)], alone)
 
 
 @pytest.mark.parametrize("strategy", [None, *STRATEGIES])
