@@ -5,12 +5,13 @@ On a GPU the kernels are compiled; elsewhere Triton's interpreter runs them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from interpreted import DEVICE
-from rank_updates import Updated, check_to_the_bit, copied, share, shortest_rows
+from rank_updates import Tensors, Updated, check_to_the_bit, copied, share, shortest_rows
 from test_fsdp2 import check_passes, make_layered, short_pass
 from test_kernels import FUSED_MODELS
 from test_lora import move
@@ -127,7 +128,7 @@ on_a_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks without a GPU")
 
 
 def update_from(
-    group: ProcessGroup | None, states: list[dict[str, torch.Tensor]] | None, checkpointing: bool
+    group: ProcessGroup | None, states: Sequence[Tensors] | None, checkpointing: bool
 ) -> Updated:
     """An update on two short rows, from the states of all ranks, or from the start without any."""
     trainer = make_layered(
