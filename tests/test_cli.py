@@ -207,6 +207,7 @@ WRONG = {
     "train --task nosuch:load --dry-run": "task.name: 'nosuch:load': no module 'nosuch'",
     "train --run.name a/b": "run.name = 'a/b'",
     "train --schedule.sync_evry 3": "did you mean 'schedule.sync_every'?",
+    "train --vllm.on_weight_sync continue": "set schedule.max_staleness",
     "train --schedule.sync_every x": "schedule.sync_every = 'x'",
     "train --rollout.engine": "--rollout.engine",
     "train demo gsm8k": "'gsm8k'",

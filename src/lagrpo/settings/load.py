@@ -23,7 +23,7 @@ from lagrpo.errors import SettingsError, find_nearest, one_line
 from lagrpo.settings.other_trainers import translate
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.section import Table
-from lagrpo.settings.sections import TaskSettings
+from lagrpo.settings.sections import REMOVED, TaskSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 Parameters = ParamSpec("Parameters")
@@ -209,8 +209,10 @@ def _describe_problem(name: str, problem: ErrorDetails, kind: type[BaseModel]) -
 def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     """Returns advice for an unknown setting, such as "did you mean 'x'?".
 
-    It explains a setting of another trainer, or else names the nearest setting.
+    It explains a setting of an older version or another trainer, or else names the nearest setting.
     """
+    if name in REMOVED:
+        return REMOVED[name]
     translation = _explain_name_of_trainer(name, kind)
     if translation is not None:
         return translation

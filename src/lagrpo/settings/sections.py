@@ -26,6 +26,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 ENGINES = ("local", "vllm")
 """The rollout engines of lagrpo."""
 
+REMOVED = {
+    "vllm.on_weight_sync": "it no longer exists: set schedule.max_staleness instead of "
+    "schedule.constant_lag, and completions go on after weight syncs"
+}
+"""Settings of older versions, and what replaces them."""
+
 NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 """Names of rewards and evaluation sets, which become parts of metrics and files."""
 
@@ -244,6 +250,10 @@ class VllmSettings(Section):
     """How weights reach the servers: directory (shared files) or nccl"""
     sleep: bool = False
     """Free the server's GPU memory while the trainer learns: one GPU, sync_every = 1"""
+    load_timeout: float = Field(default=1200.0, gt=0, le=1e6)
+    """Seconds in which a server must have started, or loaded weights"""
+    generate_timeout: float = Field(default=3600.0, gt=0, le=1e6)
+    """Seconds in which a server must have sampled a group"""
 
     @model_validator(mode="before")
     @classmethod
@@ -252,10 +262,7 @@ class VllmSettings(Section):
         if not isinstance(values, Mapping) or "on_weight_sync" not in values:
             return values
         if values["on_weight_sync"] != "finish":
-            raise ValueError(
-                "on_weight_sync no longer exists: set schedule.max_staleness instead of "
-                "constant_lag, and completions go on after weight syncs"
-            )
+            raise ValueError(f"on_weight_sync: {REMOVED['vllm.on_weight_sync']}")
         return {name: value for name, value in values.items() if name != "on_weight_sync"}
 
     @model_validator(mode="after")
