@@ -110,9 +110,9 @@ def test_small_update_or_few_tokens_are_inconclusive():
 
 class Echo:
     """A server that computes as the trainer does, shifted by `shift` nats, at the temperature
-    `tau`."""
+    `tau`, and has a second replica with the weights of `stale`, if that is given."""
 
-    servers = ("the server",)
+    stale: Policy | None = None
 
     def __init__(self, policy: Policy, shift: float = 0.0, tau: float | None = None) -> None:
         self.policy, self.shift, self.tau, self.version = (
@@ -122,15 +122,21 @@ class Echo:
             policy.version,
         )
 
-    def generate_on_server(self, number, requests, G, max_tokens):
+    def generate_on_servers(self, requests, G, max_tokens):
         sampler = LocalSampler(copy_policy(self.policy), 0, max_tokens, 8, tau=self.tau)
-        return [group for _, group in sampler.sample(requests, G)]
+        return {"the server": [group for _, group in sampler.sample(requests, G)]}
 
     @torch.no_grad()
     def get_logprobs(self, items):
         packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items])
-        logp = (self.policy.model(packed, tau=1.0) + self.shift).tolist()
-        return [[[logp.pop(0) for _ in tokens] for _, tokens in items]]
+        replicas = {"the server": self.policy}
+        if self.stale is not None:
+            replicas["its second replica"] = self.stale
+        logprobs = {}
+        for name, policy in replicas.items():
+            logp = (policy.model(packed, tau=1.0) + self.shift).tolist()
+            logprobs[name] = [[logp.pop(0) for _ in tokens] for _, tokens in items]
+        return logprobs
 
 
 def test_server_within_the_tolerance_passes_and_other_weights_or_temperature_stop_the_run():
@@ -145,3 +151,15 @@ def test_server_within_the_tolerance_passes_and_other_weights_or_temperature_sto
     other = ServerCheck(Echo(policy, tau=1.0), requests_for(policy, 3), torch.float32)
     with pytest.raises(WeightSyncError, match=r"another temperature"):
         other(policy)
+
+
+def test_one_replica_with_old_weights_stops_the_run():
+    policy = tiny_policy()
+    echo = Echo(policy)
+    echo.stale = copy_policy(policy)
+    check = ServerCheck(echo, requests_for(policy, 3), torch.bfloat16, tolerance=10.0)
+    check(policy)
+    update(policy)
+    echo.version = policy.version
+    with pytest.raises(WeightSyncError, match="second replica"):
+        check(policy)

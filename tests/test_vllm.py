@@ -11,8 +11,10 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 from types import SimpleNamespace
@@ -44,7 +46,7 @@ from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
-from lagrpo.rollout.vllm import server, weights
+from lagrpo.rollout.vllm import client, server, weights
 from lagrpo.rollout.vllm.client import GENERATE, KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
@@ -170,16 +172,86 @@ def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, pol
         engine.close()
 
 
-def test_dead_attached_server_and_failing_healthy_server_end_the_run(fake, engine, policy):
+def test_groups_of_a_dead_attached_server_go_to_the_others_until_it_is_back(
+    fake, policy, monkeypatch
+):
+    monkeypatch.setattr(client, "POLL_SECONDS", 0.0)
+    with FakeServer() as other:
+        engine = engine_of([VllmClient(fake.url), VllmClient(other.url)], policy, rows=4)
+        engine.sync_weights(policy.weights, 7)
+        fake.die_at(GENERATE)
+        groups = list(engine.sample(requests_for(policy, 8), 2))
+        assert len(groups) == len({request.prompt.key for request, _ in groups}) == 8
+        assert versions([c for _, group in groups for c in group.completions]) == {7}
+        seeds = [
+            body["sampling_params"]["seed"]
+            for one in (fake, other)
+            for body in one.bodies(GENERATE)
+        ]
+        assert len({*seeds}) == 8
+        num_loads = len(loaded(fake))
+        engine.sync_weights(policy.weights, 8)
+        assert (engine.version, len(loaded(fake))) == (8, num_loads)
+        assert engine.pop_metrics() == {"recoveries": 0}
+
+        fake.start()  # with the model's own weights
+        list(engine.sample(requests_for(policy, 1), 2))
+        assert loaded(fake)[num_loads:] == ["v000008"]
+        assert engine.version == 8
+        assert engine.pop_metrics() == {"recoveries": 1}
+        fake.calls.clear()
+        assert versions(sampled(engine, policy, 8)) == {8}
+        assert fake.bodies(GENERATE)
+        engine.close()
+
+
+def test_attached_server_that_dies_in_a_weight_sync_is_set_aside(fake, policy):
+    with FakeServer() as other:
+        engine = engine_of([VllmClient(fake.url), VllmClient(other.url)], policy)
+        fake.die_at("/collective_rpc")
+        engine.sync_weights(policy.weights, 7)
+        assert engine.version == 7
+        assert versions(sampled(engine, policy)) == {7}
+        engine.close()
+
+
+def test_last_attached_server_and_a_failing_healthy_server_end_the_run(fake, engine, policy):
     fake.answers[GENERATE] = lambda _: (500, {"error": "a bug"})
     with pytest.raises(SamplerError, match=r"failed with status 500.*a bug"):
         sampled(engine, policy)
     attached = engine_of([VllmClient(fake.url)], policy)
     attached.sync_weights(policy.weights, 0)
     fake.is_dead = True
-    with pytest.raises(SamplerError, match="was not started by this run"):
-        sampled(attached, policy)
+    for ask in (partial(sampled, attached, policy, 8), lambda: attached.version):
+        with pytest.raises(SamplerError, match="No server is left"):
+            ask()
     attached.weights.close([])
+
+
+def test_request_that_takes_too_long_names_the_setting(fake):
+    fake.answers[GENERATE] = lambda _: time.sleep(0.5)
+    server = VllmClient(fake.url, generate_timeout=0.1)
+    with pytest.raises(SamplerError, match="generate_timeout"):
+        server.get_logprobs([1], [2])
+
+
+def test_log_probs_come_from_each_replica_of_a_server(fake, engine):
+    fake.config["parallel_config"] = {"data_parallel_size": 3}
+
+    def answer(body: JsonObject) -> Answer:
+        entries = [{str(token): {"logprob": -body["replica"]}} for token in body["token_ids"]]
+        return 200, {"prompt_logprobs": [None, *entries[1:]]}
+
+    fake.answers[GENERATE] = answer
+    logprobs = engine.get_logprobs([([1, 2], [3, 4]), ([1], [5])])
+    assert [*logprobs] == [f"{fake.url}, replica {number}" for number in range(3)]
+    assert [*logprobs.values()] == [[[-n, -n], [-n]] for n in (0.0, 1.0, 2.0)]
+    # Behind a load balancer a server has the replicas of its node.
+    fake.config["parallel_config"] |= {
+        "data_parallel_size_local": 1,
+        "data_parallel_hybrid_lb": True,
+    }
+    assert [*engine.get_logprobs([([1], [5])])] == [fake.url]
 
 
 def test_server_that_died_of_a_signal_to_all_processes_is_not_restarted(fake, engine, policy):
@@ -487,6 +559,20 @@ def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake)
         engine.close()
 
 
+def test_nccl_leaves_out_a_server_that_is_gone(monkeypatch, fake):
+    with FakeServer() as other:
+        engine, _ = nccl(monkeypatch, [fake, other], tiny_policy())
+        monkeypatch.setattr(Ours, "can_restart", False)
+        tensors = {"x": torch.ones(2, 3)}
+        engine.sync_weights(tensors, 6)
+        fake.is_dead = True
+        engine.sync_weights(tensors, 7)
+        met = [body["init_info"] for body in other.bodies("/init_weight_transfer_engine")]
+        assert [(info["world_size"], info["rank_offset"]) for info in met] == [(5, 3), (3, 1)]
+        assert len(other.bodies("/update_weights")) == 2
+        engine.close()
+
+
 def answer_nccl_version(fake: FakeServer, version: str) -> None:
     """Lets the workers of a server have our extension, and this NCCL."""
 
@@ -774,6 +860,31 @@ def test_server_for_shorter_sequences_is_rejected_before_a_model_loads(fake, tmp
         open_servers(run_settings)
 
 
+def test_server_of_another_version_is_rejected_with_both_versions(fake, tmp_path):
+    fake.answers["/version"] = lambda _: (200, {"version": "0.31.2"})
+    with pytest.raises(SettingsError, match=rf"0\.31\.2.*{client.VLLM}"):
+        open_servers(settings(tmp_path, vllm={"urls": [fake.url]}))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "served", "compared"),
+    [
+        pytest.param(40, 64, 32, id="long completions"),
+        pytest.param(8, 32, 7, id="short completions"),
+        pytest.param(1, 26, 1, id="one token"),
+    ],
+)
+def test_server_takes_no_longer_sequences_than_the_run_and_its_check_sample(
+    fake, engine, policy, tmp_path, max_tokens, served, compared
+):
+    rollout = {"engine": "vllm", "max_prompt_length": 24, "max_completion_length": max_tokens}
+    assert server.longest_served(settings(tmp_path, rollout=rollout)) == served
+    engine.params = replace(engine.params, max_tokens=max_tokens)
+    engine.generate_on_servers(requests_for(policy, 1), 1, 32)
+    (body,) = fake.bodies(GENERATE)
+    assert body["sampling_params"]["max_tokens"] == compared
+
+
 @pytest.mark.parametrize(
     "models",
     [
@@ -1015,32 +1126,46 @@ def test_any_gpu_of_a_container_is_found(tmp_path, names, expected):
     assert server.has_gpu(tmp_path) == expected
 
 
-def test_server_ends_if_its_parent_process_ends():
+@pytest.mark.parametrize(
+    "end",
+    [
+        # As when the run is killed: its end of the pipe is closed.
+        pytest.param(lambda guard: guard.stdin.close(), id="the run"),
+        pytest.param(lambda guard: guard.kill(), id="the guard"),
+    ],
+)
+def test_server_ends_if_a_process_above_it_ends(end):
     serving = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     guard = Popen(
         [sys.executable, "-c", GUARD, sys.executable, "-c", serving], stdin=PIPE, stdout=PIPE
     )
-    assert guard.stdin is not None
     assert guard.stdout is not None
     assert int(guard.stdout.readline()) != guard.pid
-    guard.stdin.close()  # as when the run is killed
+    end(guard)
     assert select.select([guard.stdout], [], [], 20)[0]
     assert guard.stdout.read() == b""
-    assert guard.wait(20) == 0
+    assert guard.wait(20) in (0, -signal.SIGKILL)
 
 
-def test_serve_prints_how_to_attach_and_becomes_the_server(monkeypatch, capsys):
-    became: list[tuple[str, list[str], dict[str, str]]] = []
-    monkeypatch.setattr(server.os, "execvpe", lambda *words: became.append(words))
+def test_serve_prints_how_to_attach_and_returns_the_exit_code(monkeypatch, capsys):
+    started: list[tuple[Launch, int, str]] = []
+
+    def start(*words: Any) -> Popen[bytes]:
+        started.append(words)
+        return Popen([sys.executable, "-c", "raise SystemExit(3)"], stdin=PIPE)
+
+    monkeypatch.setattr(server, "start_guarded", start)
     monkeypatch.setenv(server.PYTHON, sys.executable)
     monkeypatch.setattr(server, "resolve_model", str)
     sizes = {"dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 8}
-    server.serve("smollm2", "127.0.0.1", 8123, "nccl", 8, ("--seed 3",), **sizes)
-    ((python, command, environment),), printed = became, capsys.readouterr().out
+    code = server.serve("smollm2", "127.0.0.1", 8123, "nccl", 8, ("--seed 3",), **sizes)
+    assert code == 3
+    ((launch, port, key),) = started
+    printed = capsys.readouterr().out
     options = (
         "--model smollm2 --rollout.engine vllm --vllm.urls http://127.0.0.1:8123 "
         "--vllm.weight_transfer nccl"
     )
     assert f"  lagrpo train … {options} --model.lora_r 8\n" in printed
-    assert (python, command[0], command[-2:]) == (sys.executable, sys.executable, ["--seed", "3"])
-    assert f"  export {KEY}={environment['VLLM_API_KEY']}\n" in printed
+    assert (port, launch.options) == (8123, ("--seed", "3"))
+    assert f"  export {KEY}={key}\n" in printed

@@ -45,6 +45,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.answers: dict[str, Callable[[Any], Answer]] = {}
+        self.answers["/version"] = lambda _: (200, {"version": "0.32.0"})
         self.config: JsonObject = {"parallel_config": {}, "device_config": {"device": "cuda"}}
         self.config["model_config"] = {"dtype": "torch.float32"}
         self.start()
@@ -59,7 +60,9 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def reply(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
-                body = json.loads(self.rfile.read(length)) if length else None
+                body: Any = json.loads(self.rfile.read(length)) if length else None
+                if (rank := self.headers.get("X-data-parallel-rank")) is not None:
+                    body["replica"] = int(rank)
                 if (answer := fake.answer(self.path, body)) is not None:
                     content = json.dumps(answer[1]).encode()
                     self.send_response(answer[0])
@@ -158,6 +161,7 @@ class Ours(VllmClient):
     """A fake server as one that the run started."""
 
     log = "vllm-1.log"
+    can_restart = True
 
     def __init__(self, fake: FakeServer) -> None:
         super().__init__(fake.url)

@@ -551,7 +551,7 @@ def add_vllm_serve_arguments(parser: CommandParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--max-model-len", type=int, default=1281)
+    parser.add_argument("--max-model-len", type=int, default=1280)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--weight-transfer", choices=("directory", "nccl"), default="directory")
     parser.add_argument("--lora-r", type=int, default=0)
@@ -579,7 +579,7 @@ def vllm_serve(
     --port N                port to listen on [8000]
     --dtype DTYPE           bfloat16 or float32, of weights and arithmetic [bfloat16]
     --max-model-len N       longest sequence in tokens: max_prompt_length +
-                            max_completion_length + 1 [1281]
+                            max_completion_length [1280]
     --max-num-seqs N        completions decoded at a time [128]
     --weight-transfer HOW   the run's vllm.weight_transfer: directory or nccl [directory]
     --lora-r N              the run's model.lora_r; 0 for full training [0]
@@ -587,7 +587,7 @@ def vllm_serve(
     """
     from lagrpo.rollout.vllm.server import serve
 
-    serve(
+    code = serve(
         model,
         host,
         port,
@@ -598,6 +598,7 @@ def vllm_serve(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
+    sys.exit(code)
 
 
 def add_recipes_arguments(parser: CommandParser) -> None:

@@ -543,12 +543,7 @@ class FirstRankSampler(EngineDefaults):
     def __init__(self, ranks: Ranks, engine: VllmEngine | None) -> None:
         self.ranks = ranks
         self._engine = engine
-        self.servers, self.dtype = ranks.on_rank0(
-            lambda: (
-                tuple(map(str, self.engine.servers)),
-                self.engine.weights.dtype,
-            )
-        )
+        self.dtype = ranks.on_rank0(lambda: self.engine.weights.dtype)
 
     @property
     def engine(self) -> VllmEngine:
@@ -597,14 +592,12 @@ class FirstRankSampler(EngineDefaults):
     def in_flight(self) -> Sequence[Request]:
         return self.engine.in_flight() if self.ranks.is_first else ()
 
-    def generate_on_server(
-        self, number: int, requests: Sequence[Request], G: int, max_tokens: int
-    ) -> list[Group]:
-        return self.ranks.on_rank0(
-            lambda: self.engine.generate_on_server(number, requests, G, max_tokens)
-        )
+    def generate_on_servers(
+        self, requests: Sequence[Request], G: int, max_tokens: int
+    ) -> dict[str, list[Group]]:
+        return self.ranks.on_rank0(lambda: self.engine.generate_on_servers(requests, G, max_tokens))
 
-    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]:
+    def get_logprobs(self, items: Sequence[Item]) -> dict[str, list[list[float]]]:
         return self.ranks.on_rank0(lambda: self.engine.get_logprobs(items))
 
     def pop_metrics(self) -> Mapping[str, float]:

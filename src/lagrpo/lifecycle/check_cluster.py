@@ -25,7 +25,7 @@ from lagrpo.errors import one_line
 from lagrpo.lifecycle.run import set_up
 from lagrpo.logs import print_text
 from lagrpo.model.backend import pick_device
-from lagrpo.rollout.vllm.client import KEY, VLLM, SamplerError, VllmClient
+from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.runs.environment import package_version
 from lagrpo.settings.schema import Settings
 
@@ -139,10 +139,8 @@ def ask_servers(urls: Sequence[str]) -> str:
     answers: list[str] = []
     for url in urls:
         try:
-            version = VllmClient(url, os.environ.get(KEY)).get_version()
-        except (SamplerError, TypeError, LookupError) as error:
+            version = VllmClient(url, os.environ.get(KEY)).check_version()
+        except SamplerError as error:
             raise ValueError(str(error)) from error
-        if not f"{version}.".startswith(f"{VLLM}."):
-            raise ValueError(f"{url} has vLLM {version}: start one of version {VLLM}")
         answers.append(f"{url} has vLLM {version}")
     return ", ".join(answers)

@@ -74,14 +74,14 @@ class ServedEngine(Protocol):
 
     @property
     def version(self) -> int: ...
-    @property
-    def servers(self) -> Sequence[object]: ...  # as text, the URL of each
 
-    def generate_on_server(
-        self, number: int, requests: Sequence[Request], G: int, max_tokens: int
-    ) -> list[Group]: ...
+    def generate_on_servers(
+        self, requests: Sequence[Request], G: int, max_tokens: int
+    ) -> Mapping[str, list[Group]]: ...  # by the URL of each server
 
-    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]: ...
+    def get_logprobs(self, items: Sequence[Item]) -> Mapping[str, list[list[float]]]:
+        """By replica of a server, as one server may have several copies of the weights."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class _Comparison:
     """Log-probs of the compared tokens at temperature 1: float32, nats."""
 
     trainer_T: Tensor  # [T]
-    servers_ST: Tensor  # [S, T]: by each server
+    servers: dict[str, Tensor]  # [T] by each replica of each server
 
 
 class LocalCheck:
@@ -213,7 +213,7 @@ class ServerCheck:
     def __call__(self, policy: Policy) -> Mapping[str, float]:
         """Returns logp_difference_mean and logp_difference_max: |Δ log-prob| per token, nats.
 
-        They are of the server that differs most. Raises WeightSyncError if a test fails,
+        They are of the replica that differs most. Raises WeightSyncError if a test fails,
         SamplerError if a server is gone for good.
         """
         check_version(policy, self.sampler.version)
@@ -221,15 +221,15 @@ class ServerCheck:
             self._renew(policy)
         now = self._compare(policy)
         metrics_of_servers: list[dict[str, float]] = []
-        for number, server in enumerate(self.sampler.servers):
-            where = f"version {policy.version} on {server}"
-            server_T = now.servers_ST[number]
+        for name, server_T in now.servers.items():
+            where = f"version {policy.version} on {name}"
             metrics = check_distance(now.trainer_T, server_T, self.tolerance, where)
-            if self._before is not None:
+            # A server that was gone at the last sync is not in `_before`.
+            if self._before is not None and name in self._before.servers:
                 metrics["telling_tokens"] = check_fresh(
                     self._before.trainer_T,
                     now.trainer_T,
-                    self._before.servers_ST[number],
+                    self._before.servers[name],
                     server_T,
                     where,
                 )
@@ -245,11 +245,8 @@ class ServerCheck:
         The log-probs that every server reports with its own completions must be the trainer's at
         the sampling temperature.
         """
-        # The first server comes last: its completions stay in `_items`.
-        sampler = self.sampler
-        for number in reversed(range(len(sampler.servers))):
-            server = sampler.servers[number]
-            groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
+        groups_of_servers = self.sampler.generate_on_servers(self.requests, 1, SERVER_TOKENS)
+        for server, groups in groups_of_servers.items():
             for group in groups:
                 for completion in group.completions:
                     if completion.outcome is not None:
@@ -257,25 +254,23 @@ class ServerCheck:
                             f"{server}: a completion for the weight-sync check failed: "
                             f"{completion.outcome.reason}"
                         )
-            self._items = _items_of(groups)
             check_distance(
-                _logp(policy, self._items, policy.tau),
+                _logp(policy, _items_of(groups), policy.tau),
                 _rollout_logp(groups),
                 self.tolerance / policy.tau,
                 f"the completions of {server}",
             )
+        self._items = _items_of(next(iter(groups_of_servers.values())))
         comparison = self._compare(policy)
         self._mean_logp = float(comparison.trainer_T.mean())
         return comparison
 
     def _compare(self, policy: Policy) -> _Comparison:
         """Returns the log-probs of the compared tokens by the trainer and by each server."""
-        logp_of_servers: list[list[float]] = []
-        for logp_of_items in self.sampler.get_logprobs(self._items):
-            logp_of_servers.append([logp for item in logp_of_items for logp in item])
-        return _Comparison(
-            trainer_T=_logp(policy, self._items, 1.0), servers_ST=torch.tensor(logp_of_servers)
-        )
+        servers: dict[str, Tensor] = {}
+        for name, logp_of_items in self.sampler.get_logprobs(self._items).items():
+            servers[name] = torch.tensor([logp for item in logp_of_items for logp in item])
+        return _Comparison(trainer_T=_logp(policy, self._items, 1.0), servers=servers)
 
 
 def check_finite(values: Tensor, where: str) -> None:

@@ -12,7 +12,7 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.distributed.ranks import FirstRankSampler, Ranks
 from lagrpo.errors import as_settings_error
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_files
+from lagrpo.model.loading import check_context, check_files, load_config
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rewards.reward import load_function
 from lagrpo.rollout.base import (
@@ -42,7 +42,9 @@ def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> lis
     if not settings.rollout.uses_vllm:
         return []
     with loading(settings.model):
-        check_files(resolve_model(settings.model.path))
+        path = resolve_model(settings.model.path)
+        check_files(path)
+        check_context(load_config(path), settings.max_sequence_length + reply_tokens)
     servers = open_servers(settings, reply_tokens, shares_gpu=server_shares_gpu(settings))
     return [undo.enter_context(closing(server)) for server in servers]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +26,13 @@ from lagrpo.rollout.base import EngineDefaults, Item, Request, SamplingParams
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.stop import completes_stop, count_until_stop
 from lagrpo.rollout.sync_check import ServerCheck
-from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
+from lagrpo.rollout.vllm.client import (
+    GroupQueue,
+    Json,
+    SamplerError,
+    VllmClient,
+    run_together,
+)
 from lagrpo.rollout.vllm.server import StartedServer, wait_until_ready
 from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
@@ -141,7 +147,7 @@ class VllmEngine(EngineDefaults):
     def version(self) -> int:
         """The version that all servers report; -1 if one reports other weights."""
         labels = self._groups.ask_all(VllmClient.get_label)
-        versions = {self.weights.version_of(label) for label in labels}
+        versions = {self.weights.version_of(label) for label in labels.values()}
         return versions.pop() if len(versions) == 1 else -1
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
@@ -150,7 +156,7 @@ class VllmEngine(EngineDefaults):
         update = self.weights.pack(weights.items(), version)
         self._load(update)
         self._synced = update
-        self.weights.drop_others(self.servers, update)
+        self.weights.drop_others(self._groups.servers, update)
         return {}
 
     @contextmanager
@@ -168,7 +174,7 @@ class VllmEngine(EngineDefaults):
         finally:
             if self._synced is not None and self._synced is not self.weights.current:
                 self._load(self._synced)
-        self.weights.drop_others(self.servers, self.weights.current)
+        self.weights.drop_others(self._groups.servers, self.weights.current)
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
         """Returns the version of the last sync and its weights, in the servers' dtype."""
@@ -188,23 +194,38 @@ class VllmEngine(EngineDefaults):
             sample_request = partial(self._sample, request, G=G, params=params)
             requests_of_groups[self._groups.submit(sample_request, G)] = request
         # Not a generator: it submits the requests now, not when a caller reads the first group.
-        return _as_they_end(requests_of_groups)
+        return _as_they_end(requests_of_groups, self._groups.take_back)
 
-    def generate_on_server(
-        self, number: int, requests: Sequence[Request], G: int, max_tokens: int
-    ) -> list[Group]:
-        """Returns groups by one server, for the weight-sync check."""
-        server = self.servers[number]
-        max_tokens = min(max_tokens, self.params.max_tokens)
+    def generate_on_servers(
+        self, requests: Sequence[Request], G: int, max_tokens: int
+    ) -> dict[str, list[Group]]:
+        """Returns groups by each server, for the weight-sync check.
+
+        Their sequences leave room for the token that a server must sample to compute log-probs.
+        """
+        max_tokens = max(1, min(max_tokens, self.params.max_tokens - 1))
         params = replace(self.params, max_tokens=max_tokens, episodes=None)
-        return [
-            self._groups.ask(server, partial(self._sample, request, G=G, params=params))
-            for request in requests
-        ]
 
-    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        """Returns log-probs at temperature 1 by every server: [server][item][token], nats."""
-        return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
+        def generate(server: VllmClient) -> list[Group]:
+            return [self._sample(request, server, G, params) for request in requests]
+
+        groups = self._groups.ask_all(generate)
+        return {str(server): groups_of_server for server, groups_of_server in groups.items()}
+
+    def get_logprobs(self, items: Sequence[Item]) -> dict[str, list[list[float]]]:
+        """Returns log-probs at temperature 1 by every replica of every server, in nats.
+
+        The keys name the replicas; the lists are [item][token].
+        """
+        logprobs: dict[str, list[list[float]]] = {}
+        for server, logprobs_of_server in self._groups.ask_all(
+            partial(_get_logprobs, items)
+        ).items():
+            for replica, logprobs_of_replica in enumerate(logprobs_of_server):
+                is_single = len(logprobs_of_server) == 1
+                name = str(server) if is_single else f"{server}, replica {replica}"
+                logprobs[name] = logprobs_of_replica
+        return logprobs
 
     def pop_metrics(self) -> dict[str, float]:
         with self._lock:
@@ -228,7 +249,7 @@ class VllmEngine(EngineDefaults):
 
     def close(self) -> None:
         self._groups.close()
-        self.weights.close(self.servers)
+        self.weights.close(self._groups.servers)
 
     def weight_check(self, policy: Policy, requests: Sequence[Request]) -> ServerCheck:
         return ServerCheck(self, requests, self.weights.dtype)
@@ -266,6 +287,7 @@ class VllmEngine(EngineDefaults):
             self.weights.current = update
         if not self.weights.pauses:
             self._groups.ask_all(VllmClient.stop_requests)
+        self._groups.take_back()
 
     def _sample(
         self, request: Request, server: VllmClient, G: int, params: SamplingParams
@@ -485,11 +507,30 @@ def _reply_part(reply: Sequence[int]) -> Completion:
     )
 
 
-def _as_they_end(futures: Mapping[Future[Group], Request]) -> Iterator[tuple[Request, Group]]:
-    """Yields groups as they end. If the caller stops early, groups that have not begun never do."""
+def _get_logprobs(items: Sequence[Item], server: VllmClient) -> list[list[list[float]]]:
+    """Returns log-probs by every replica of a server: [replica][item][token].
+
+    A server hands requests to its replicas in turn, so each replica is asked for all items.
+    """
+
+    def ask_replica(replica: int) -> list[list[float]]:
+        return [server.get_logprobs(*item, replica) for item in items]
+
+    return run_together([partial(ask_replica, replica) for replica in server.list_replicas()])
+
+
+def _as_they_end(
+    futures: Mapping[Future[Group], Request], after_each: Callable[[], None]
+) -> Iterator[tuple[Request, Group]]:
+    """Yields groups as they end. If the caller stops early, groups that have not begun never do.
+
+    Calls `after_each` in the caller's thread.
+    """
     try:
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            group = future.result()
+            after_each()
+            yield futures[future], group
     finally:
         for future in futures:
             future.cancel()

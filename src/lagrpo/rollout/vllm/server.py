@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any, NoReturn
+from typing import IO, Any
 
 from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.interrupts import interruptible
 from lagrpo.logs import print_text, redact
 from lagrpo.machine import VLLM_PYTHON, drop_own, drop_torchrun, visible_gpus
 from lagrpo.model.embedded import check_path, resolve_model
@@ -36,8 +37,6 @@ GET_PYTHON = f"`make vllm-env` installs it, or set {PYTHON} to a Python that has
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Addresses by which a server listens on all interfaces.
 ALL_INTERFACES = ("0.0.0.0", "::")
-# Seconds until a server must be ready.
-START_TIMEOUT = 1200.0
 # Of vLLM's options: the share of a GPU's memory that a server takes. Its own default is 0.92.
 MEMORY_OPTION = "--gpu-memory-utilization"
 # The share on a GPU that also trains. The trainer, which needs 16 bytes per parameter and its
@@ -64,18 +63,28 @@ LORA_LAYERS = (
     "down_proj",
 )
 # The program of the guard. Its standard input is a pipe from the run: when the run closes it or is
-# gone, the pipe is readable, and the guard ends the server's process group.
+# gone, the pipe is readable, and the guard ends the server's process group. If the guard itself is
+# killed, Linux ends the server (PR_SET_PDEATHSIG), which then ends what it has started.
 GUARD = """
-import os, select, signal, subprocess, sys
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+import ctypes, os, select, signal, subprocess, sys
+def end_with_guard():
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+server = subprocess.Popen(
+    sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_guard
+)
 while server.poll() is None and not select.select([0], [], [], 0.2)[0]:
     pass
+code = server.poll()
 for end in (signal.SIGTERM, signal.SIGKILL):
     try:
         os.killpg(server.pid, end)
         server.wait(5)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
+# As in a shell, 128 and its number for a signal that ended the server.
+if code is not None:
+    sys.exit(code if code >= 0 else 128 - code)
 """
 logger = logging.getLogger("lagrpo")
 
@@ -179,13 +188,14 @@ class StartedServer(VllmClient):
     """A server that this process starts, and ends. Its output goes to the file `log`."""
 
     reload_method = "reload_with_head"
+    can_restart = True
 
-    def __init__(self, launch: Launch, log: Path) -> None:
+    def __init__(self, launch: Launch, log: Path, **timeouts: float) -> None:
         self.launch = launch
         self.log = log
         self.key = secrets.token_urlsafe(24)
         self.port = _free_port()
-        super().__init__(f"http://{LOOPBACK[0]}:{self.port}", self.key)
+        super().__init__(f"http://{LOOPBACK[0]}:{self.port}", self.key, **timeouts)
         self._start()
 
     def wait_until_ready(self) -> None:
@@ -193,12 +203,14 @@ class StartedServer(VllmClient):
 
         Raises SamplerError, with the end of the log, if the server ends or is not ready in time.
         """
-        end = time.monotonic() + START_TIMEOUT
+        end = time.monotonic() + self.load_timeout
         while not self.is_healthy():
             if self.guard.poll() is not None:
                 raise self._start_error("ended")
             if time.monotonic() > end:
-                raise self._start_error(f"was not ready within {START_TIMEOUT:g} s")
+                raise self._start_error(
+                    f"was not ready within {self.load_timeout:g} s (vllm.load_timeout)"
+                )
             time.sleep(0.2)
 
     def _start_error(self, what_happened: str) -> SamplerError:
@@ -217,18 +229,35 @@ class StartedServer(VllmClient):
         self.wait_until_ready()
 
     def close(self) -> None:
-        """Ends the server: the guard ends it as soon as the guard's input is closed."""
-        assert self.guard.stdin is not None
-        self.guard.stdin.close()
-        self.guard.wait(30)
+        _end_guarded(self.guard)
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", "-c", GUARD, *self.launch.command(self.port)]
         with self.log.open("ab") as out:
-            env = self.launch.environment(self.key)
-            self.guard = Popen(
-                command, stdin=PIPE, stdout=out, stderr=out, env=env, start_new_session=True
-            )
+            self.guard = start_guarded(self.launch, self.port, self.key, out)
+
+
+def start_guarded(
+    launch: Launch, port: int, key: str, out: IO[bytes] | None = None
+) -> Popen[bytes]:
+    """Starts a server that ends with this process, and returns its guard.
+
+    Closing the guard's input ends the server. `out` gets the server's output.
+    """
+    return Popen(
+        [sys.executable, "-P", "-c", GUARD, *launch.command(port)],
+        stdin=PIPE,
+        stdout=out,
+        stderr=out,
+        env=launch.environment(key),
+        start_new_session=True,
+    )
+
+
+def _end_guarded(guard: Popen[bytes]) -> None:
+    """Ends a server: its guard ends it as soon as the guard's input is closed."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    guard.wait(30)
 
 
 def _free_port() -> int:
@@ -246,11 +275,28 @@ def open_servers(
     a GPU together with the trainer. Raises SettingsError for a server that cannot be used, or
     started.
     """
-    longest = settings.max_sequence_length + replied + 1
+    longest = longest_served(settings, replied)
     with as_settings_error("vllm", SamplerError):
         if settings.vllm.urls:
-            return [attach_server(url, longest) for url in settings.vllm.urls]
+            timeouts = _timeouts(settings)
+            return [attach_server(url, longest, **timeouts) for url in settings.vllm.urls]
         return [start_server(settings, longest, shares_gpu=shares_gpu)]
+
+
+def longest_served(settings: Settings, replied: int = 0) -> int:
+    """Returns the tokens of the longest sequence that servers take.
+
+    The weight-sync check samples a token after at least one token of a completion.
+    """
+    longest = settings.max_sequence_length + replied
+    return max(longest, settings.rollout.max_prompt_length + 2)
+
+
+def _timeouts(settings: Settings) -> dict[str, float]:
+    return {
+        "load_timeout": settings.vllm.load_timeout,
+        "generate_timeout": settings.vllm.generate_timeout,
+    }
 
 
 def wait_until_ready(servers: Sequence[VllmClient]) -> None:
@@ -261,16 +307,17 @@ def wait_until_ready(servers: Sequence[VllmClient]) -> None:
                 server.wait_until_ready()
 
 
-def attach_server(url: str, longest: int) -> VllmClient:
+def attach_server(url: str, longest: int, **timeouts: float) -> VllmClient:
     """Returns a client of a server that runs already, for sequences of `longest` tokens.
 
     Raises SamplerError or ValueError for a server that cannot be used.
     """
-    server = VllmClient(url, os.environ.get(KEY))
+    server = VllmClient(url, os.environ.get(KEY), **timeouts)
     try:
         limit = server.call("GET", "/v1/models")["data"][0]["max_model_len"]
     except (TypeError, LookupError) as error:
         raise ValueError(f"{url} is not a vLLM server: {HOW_TO_START}") from error
+    server.check_version()
     if limit < longest:
         raise ValueError(
             f"{url} takes sequences of at most {limit} tokens, but the settings allow {longest}: "
@@ -329,7 +376,7 @@ def start_server(settings: Settings, longest: int, *, shares_gpu: bool = False) 
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log"
     logger.info("starting a vLLM server (log: %s)", log)
-    return StartedServer(launch, log)
+    return StartedServer(launch, log, **_timeouts(settings))
 
 
 def find_python() -> str:
@@ -350,8 +397,8 @@ def serve(
     lora_r: int,
     server_args: Sequence[str],
     **sizes: Any,
-) -> NoReturn:
-    """Runs `lagrpo vllm-serve`: prints how a run attaches, then becomes the server.
+) -> int:
+    """Runs `lagrpo vllm-serve`: prints how a run attaches, then returns the server's exit code.
 
     `sizes` are dtype, max_model_len and max_num_seqs of a Launch. Raises SettingsError if there is
     no such Python or model, and for an address that other machines can reach if the user has not
@@ -389,4 +436,9 @@ def serve(
         key = secrets.token_urlsafe(24)
         print_text(f"  export {KEY}={key}")
     print_text(f"  {' '.join(words)}\n", flush=True)
-    os.execvpe(launch.python, launch.command(port), launch.environment(key))
+    with interruptible():
+        guard = start_guarded(launch, port, key)
+        try:
+            return guard.wait()
+        finally:
+            _end_guarded(guard)

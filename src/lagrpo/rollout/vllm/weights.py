@@ -35,13 +35,7 @@ from torch.cuda import nccl
 
 from lagrpo.machine import is_own
 from lagrpo.model.lora import load_adapter_weights, save_adapter
-from lagrpo.rollout.vllm.client import (
-    LOAD_TIMEOUT,
-    GroupQueue,
-    SamplerError,
-    VllmClient,
-    run_together,
-)
+from lagrpo.rollout.vllm.client import GroupQueue, SamplerError, VllmClient, run_together
 
 LOCK = ".lock"
 """In a directory of weights: locked while its process lives."""
@@ -211,7 +205,7 @@ class WeightTransfer:
             server.reload(self.write(update), update.label)
 
     def load_current(self, server: VllmClient) -> None:
-        """Loads the current version into a server that was started again."""
+        """Loads the current version into a server that was started again, or answers again."""
         if self.current is not None:
             self.load(server, self.current)
 
@@ -291,10 +285,13 @@ class NcclTransfer(WeightTransfer):
         if not self._versions_agree:
             super().send(groups, update)
             return
-        # A server that was started again is a new member.
-        if groups.starts != self._starts:
-            self._connect(groups.servers)
-            self._starts = dict(groups.starts)
+        # Finds servers that have died since: all members would wait for one.
+        groups.ask_all(VllmClient.get_label)
+        # A server that was started again is a new member, and one that was set aside is none.
+        starts = {server: groups.starts[server] for server in groups.servers}
+        if starts != self._starts:
+            self._connect(list(starts))
+            self._starts = starts
         announcement = {
             "names": list(tensors),
             "dtype_names": [
@@ -302,11 +299,9 @@ class NcclTransfer(WeightTransfer):
             ],
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
         }
-        actions = [
-            partial(_receive, server, announcement, update.label) for server in groups.servers
-        ]
+        actions = [partial(_receive, server, announcement, update.label) for server in starts]
         actions.append(partial(_broadcast, tensors, self._communicator))
-        run_together(actions, LOAD_TIMEOUT)
+        run_together(actions, _load_timeout(starts))
         # A copy, because the trainer's tensors change with the next update.
         self._copy_to_host(update, tensors)
 
@@ -347,10 +342,10 @@ class NcclTransfer(WeightTransfer):
             }
             body = {"init_info": init_info}
             path = "/init_weight_transfer_engine"
-            actions.append(partial(server.call, "POST", path, body, LOAD_TIMEOUT))
+            actions.append(partial(server.call, "POST", path, body, server.load_timeout))
             rank_offset += num_workers_of_server
         actions.append(partial(_join, world_size, identity, torch.cuda.current_device()))
-        results = run_together(actions, LOAD_TIMEOUT)
+        results = run_together(actions, _load_timeout(servers))
         self._communicator = results[-1]
 
 
@@ -381,12 +376,16 @@ def _join(world_size: int, identity: bytes, device: int) -> Any:
     return communicator
 
 
+def _load_timeout(servers: Iterable[VllmClient]) -> float:
+    return max(server.load_timeout for server in servers)
+
+
 def _receive(server: VllmClient, announcement: Mapping[str, Any], label: str) -> None:
     """Lets a server take part in a broadcast. `announcement` lists the tensors in their order."""
     with server.paused():
         server.call("POST", "/start_weight_update", {})
-        server.call("POST", "/update_weights", {"update_info": announcement}, LOAD_TIMEOUT)
-        server.call("POST", "/finish_weight_update", {"weight_version": label}, LOAD_TIMEOUT)
+        server.call("POST", "/update_weights", {"update_info": announcement}, server.load_timeout)
+        server.call("POST", "/finish_weight_update", {"weight_version": label}, server.load_timeout)
 
 
 def _broadcast(tensors: Mapping[str, Tensor], communicator: Any) -> None:
