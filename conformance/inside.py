@@ -494,10 +494,13 @@ def gradient_rows(model: str, scratch: str) -> tuple[list[str], list[str]]:
                 in_verl += ", with beta = 0"
         except ValueError:
             in_verl = f"no: {' and '.join(lagrpo.verl.missing_inputs(resolve(name)))}"
-        number, needs = trainers.difference(name)
-        if not number <= SAME_IN_TRL:
-            problems.append(f"{name} in TRL: the gradient differs by {number:.2g}")
-        in_trl = f"{number:.0e}{'; ' + needs if needs else ''}"
+        if resolve(name).needs_teacher:
+            in_trl = "no: a teacher"
+        else:
+            number, needs = trainers.difference(name)
+            if not number <= SAME_IN_TRL:
+                problems.append(f"{name} in TRL: the gradient differs by {number:.2g}")
+            in_trl = f"{number:.0e}{'; ' + needs if needs else ''}"
         rows.append(f"| `{name}` | {in_verl} | {in_trl} |")
         print(rows[-1], flush=True)
     return rows, problems

@@ -97,6 +97,8 @@ def test_import_beside_another_trainer_that_does_not_fit_names_the_cure(
         ("m2po", "whole step"),
         ("gepo", "groups"),
         ("opmd_kimi", "reference"),
+        ("opd", "reference"),
+        ("grpo_opd", "reference"),
         ("decoupled_ppo", "both α and π_k"),
         ("grpo_finished", "ended"),
         ("grpo_tis", "grpo_recomputed"),
@@ -121,6 +123,20 @@ def test_policy_loss_in_verl_reads_the_old_log_probs_as_alpha_and_skips_padding(
     )
     assert float(loss) == pytest.approx(-8.0)
     assert metrics["actor/ppo_kl"] == pytest.approx(-0.3466, abs=1e-4)
+
+
+def test_policy_loss_in_verl_adds_the_recipes_own_advantages_of_tokens(monkeypatch):
+    """Advantages 2 and 3 at log-probs -1 and -2: -(2 · -1 + 3 · -2) = 8."""
+    door = load("verl", monkeypatch, verl_modules())
+    later_counts_more = resolve("reinforce", {"token_advantage": lambda x: -1 - x.logp})
+    loss, _ = door.policy_loss(
+        lambda: later_counts_more,
+        old_log_prob=torch.zeros(1, 2),
+        log_prob=torch.tensor([[-1.0, -2.0]]),
+        advantages=torch.full((1, 2), 2.0),
+        response_mask=torch.ones(1, 2),
+    )
+    assert float(loss) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(
@@ -191,3 +207,10 @@ def test_settings_of_trl_that_a_recipe_cannot_use_are_rejected(
         door.check_settings(resolve(recipe), Config(**settings))
     whole_step = Config(gradient_accumulation_steps=1, steps_per_generation=1)
     door.check_settings(resolve(recipe), whole_step)
+
+
+@pytest.mark.parametrize("recipe", ["opd", "grpo_opd", "iw_opd"])
+def test_recipe_that_needs_a_teacher_is_refused_by_trl(recipe, monkeypatch):
+    door = load("trl", monkeypatch, trl_modules())
+    with pytest.raises(ValueError, match=f"{recipe}.*teacher"):
+        door.check_settings(resolve(recipe), Config())

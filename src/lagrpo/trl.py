@@ -231,6 +231,11 @@ def check_settings(recipe: Recipe, args: Any) -> None:
 def unmet_needs(recipe: Recipe, args: Any) -> list[str]:
     """The settings that a recipe needs, in words, and GRPOConfig does not have."""
     needs: list[str] = []
+    if recipe.needs_teacher:
+        needs.append(
+            "a teacher, and the reference policy of TRL is the start of the trained one: "
+            "take lagrpo train"
+        )
     is_one_batch = args.steps_per_generation == args.gradient_accumulation_steps
     if args.num_iterations > 1 and "entropy" in recipe.required_inputs:
         needs.append("entropies of the policy before the batch: set num_iterations = 1")

@@ -18,7 +18,7 @@ from lagrpo.core.inputs import LossInputs
 from lagrpo.core.kl import k1, k2, k3
 from lagrpo.core.losses import opmd_kimi, opmd_pairwise
 from lagrpo.core.recipes import resolve
-from lagrpo.core.rows import RECIPES
+from lagrpo.core.rows import DISTILLATION_ROWS, RECIPES
 
 
 def double(*values: float) -> Tensor:
@@ -114,6 +114,7 @@ OTHERWISE = {
     *("red_weight", "opmd_kimi"),
     *("opmd_pairwise", "tba", "online_dpo", "online_ipo", "gepo"),  # compare a group's completions
     "grpo_top_entropy",  # keeps some tokens only
+    *DISTILLATION_ROWS,  # move to another policy
 }
 
 
@@ -474,16 +475,54 @@ def log_probs_of_both_tokens(theta: Tensor) -> list[Tensor]:
 def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other_kl(reverse):
     """The probability of what precedes the second token is held: what the first does to it is in
     neither."""
-    p_first = p(PI).view(3, 3).sum(dim=1)
+    exact = gradient(lambda theta: kl_of_tokens(theta, PI, reverse=reverse), PI)
+    assert_close(kl_gradient(k3 if reverse else k2, ON_POLICY), exact)
 
-    def kl_of_tokens(theta: Tensor) -> Tensor:
-        pi = log_probs_of_both_tokens(theta)
-        ref = log_probs_of_both_tokens(PI_REF)
-        pairs = [(r, p) if reverse else (p, r) for p, r in zip(pi, ref, strict=True)]
-        kls = [(p.exp() * (p - r)).sum(dim=1) for p, r in pairs]
-        return kls[0].sum() + (p_first * kls[1]).sum()
 
-    assert_close(kl_gradient(k3 if reverse else k2, ON_POLICY), gradient(kl_of_tokens, PI))
+def kl_of_tokens(theta: Tensor, before: Tensor, *, reverse: bool) -> Tensor:
+    """The two tokens' KL(pi || pi_ref), or KL(pi_ref || pi), after prefixes of `before`."""
+    p_first = p(before).view(3, 3).sum(dim=1)
+    pi = log_probs_of_both_tokens(theta)
+    ref = log_probs_of_both_tokens(PI_REF)
+    pairs = [(r, p) if reverse else (p, r) for p, r in zip(pi, ref, strict=True)]
+    kls = [(p.exp() * (p - r)).sum(dim=1) for p, r in pairs]
+    return kls[0].sum() + (p_first * kls[1]).sum()
+
+
+NO_REWARD = torch.zeros(9, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("theta", [ALPHA, PI], ids=["fresh", "stale"])
+@pytest.mark.parametrize(
+    ("name", "reverse"), [("opd_recomputed", False), ("opd_forward", True)], ids=lambda value: ""
+)
+def test_recomputed_distillation_has_the_gradient_of_the_tokens_kl_whoever_sampled(
+    name, reverse, theta
+):
+    """After prefixes of alpha: their distribution is all that staleness changes."""
+    exact = gradient(lambda theta: -kl_of_tokens(theta, ALPHA, reverse=reverse), theta)
+    assert_close(gradient(surrogate(name, NO_REWARD), theta), exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "relative", "angle", "at_teacher"),
+    [
+        ("opd", 0.8337, 0.8814, 0.0000),
+        ("opd_recomputed", 0.1492, 0.9888, 0.0000),
+        ("opd_stale", 1.3191, -0.3895, 0.0847),
+        ("opd_forward", 0.4621, 0.9412, 0.0000),
+        ("iw_opd", 1.3030, -0.1972, 0.1323),
+    ],
+)
+def test_gradients_of_distillation_on_stale_samples(name, relative, angle, at_teacher):
+    """Relative error and cosine to -grad KL(pi || pi_ref) at pi, and the largest component at
+    pi = pi_ref, where the gradient should be 0: d of alpha pushes away from alpha there."""
+    expected = gradient(lambda theta: -kl(theta, PI_REF), PI)
+    computed = gradient(surrogate(name, NO_REWARD), PI)
+    assert error(computed, expected) == pytest.approx(relative, abs=5e-5)
+    assert cosine(computed, expected) == pytest.approx(angle, abs=5e-5)
+    remaining = gradient(surrogate(name, NO_REWARD), PI_REF).abs().max()
+    assert float(remaining) == pytest.approx(at_teacher, abs=5e-5)
 
 
 @pytest.mark.parametrize(

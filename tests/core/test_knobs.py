@@ -270,7 +270,13 @@ def test_knob_of_a_filter_acts():
         ("rec_ring_is", {"outer_high": 0.1}, "outer range outside the inner one"),
         ("grpo", {"masked_count": True}, "mask_zero_variance is off"),
         ("dapo", {"kl_importance": True}, "beta is 0, so there is no KL term"),
-        ("grpo", {"kl": "k1"}, "k1 is not a penalty"),
+        ("grpo", {"kl": "k1"}, "k1 is not a penalty.*recipe opd"),
+        ("grpo", {"advantage": "zero"}, "nothing to learn"),
+        ("opd", {"token_advantage": "none"}, "nothing to learn"),
+        ("dapo", {"token_advantage": "reverse_kl"}, "mask_zero_variance = false"),
+        ("opd", {"overlong_buffer": 2}, "overlong_buffer"),
+        ("tba", {"token_advantage": "reverse_kl"}, "one value per completion"),
+        ("oapl", {"token_advantage": "forward_kl"}, "one value per completion"),
         ("grpo", {"kl": "k3_bias_corrected", "kl_importance": True}, "a second time"),
         ("grpo", {"dual_clip": "3"}, "dual_clip = '3': write a number"),
         ("grpo", {"dual_clip": True}, "dual_clip = True: write a number"),
@@ -324,6 +330,8 @@ def test_every_choice_can_be_set_by_its_name():
         "anchor": ("opmd", {}),
         "level": ("grpo_tis", {}),
         "denominator": ("dr_grpo", {}),
+        "advantage": ("grpo_opd", {}),
+        "student": ("opd", {}),
     }
     _, x = random_inputs()
     for knob, functions in CHOICES.items():

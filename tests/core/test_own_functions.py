@@ -22,6 +22,7 @@ PLACES = {
     "surrogate.mask": ("reinforce", narrow),
     "surrogate.weight": ("reinforce", halved),
     "advantage": ("grpo", above_the_mean),
+    "token_advantage": ("reinforce", halved),
     "reduction": ("grpo", square_root),
     "filters": ("grpo", probable),
 }
@@ -49,6 +50,7 @@ def test_mask_weight_and_filter_of_a_user_act():
         ({"mask": "own_functions:narrow"}, [2.0, 0.0, 2.0]),
         ({"mask": "own_functions:narrow", "width": 1.0}, [2.0, 2.0, 2.0]),
         ({"weight": "own_functions:halved"}, [1.0, 1.0, 1.0]),
+        ({"token_advantage": "own_functions:halved"}, [2.5, 2.5, 2.5]),
         ({"filters": ["own_functions:probable"]}, [2.0, 2.0, 0.0]),
         ({"filters": ["own_functions:probable"], "least": 0.1}, [2.0, 2.0, 2.0]),
         ({"filters": ["own_functions:probable", "finished_only"], "least": 0.6}, [0.0, 0.0, 0.0]),
@@ -185,6 +187,7 @@ def test_own_mask_over_pi_k_is_found_to_be_inert():
         ("own_functions:logs_sums", {}, r"metric 'mine/sums'.*\[2\]"),
         ("own_functions:logs_like_lagrpo", {}, "mine/reward"),
         ("own_functions:summed", {}, r"shape \[\], not \[17\]"),
+        ("grpo", {"token_advantage": "own_functions:summed"}, r"summed.*token_advantages \[\]"),
         ("own_functions:without_gradient", {}, "no token has a gradient"),
         ("own_functions:infinite", {}, "is not finite"),
         ("own_functions:infinite_gradient", {}, "the gradient is not finite"),

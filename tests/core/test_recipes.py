@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from lagrpo.core.inputs import LossInputs, without_gradient
 from lagrpo.core.probe import OPTIONAL
 from lagrpo.core.recipes import bounds_whole_completions, inert_over_pi_k, resolve
-from lagrpo.core.rows import FAMILIES, RECIPES
+from lagrpo.core.rows import DISTILLATION_ROWS, FAMILIES, RECIPES
 
 NO_FLAT = tensor([False] * 7)
 ROWS = pytest.mark.parametrize("name", sorted(RECIPES))
@@ -63,6 +63,10 @@ oapl: advantage=log_mean_exp advantage.strength=1.0 surrogate=opmd_kimi surrogat
 tba: surrogate=opmd_pairwise surrogate.anchor=pi_ref
 grpo_top_entropy: filters.top_entropy.share=0.2
 online_dpo: surrogate.anchor=pi_ref surrogate.strength=0.1
+opd: advantage=zero token_advantage=reverse_kl token_advantage.student=pi surrogate=reinforce
+opd_stale: token_advantage.student=alpha surrogate=unclipped reduction=token_mean
+grpo_opd: token_advantage.strength=1.0 surrogate.epsilon_high=0.2 reduction=sequence_mean
+iw_opd: token_advantage=reverse_kl_by_drift token_advantage.gamma=0.5 surrogate=reinforce
 """
 
 
@@ -87,9 +91,10 @@ def test_every_row_has_a_formula_a_source_and_a_family():
 
 WITH_KL = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact", "grpo_two_sided"}
 PREFERENCES = {"online_dpo", "online_ipo"}
+DISTILLATION = set(DISTILLATION_ROWS)
 STEP_STATISTICS = {"m2po", "m2po_released", "bapo", "grpo_top_entropy"}
 COMPARES_COMPLETIONS = {"opmd_pairwise", "tba", "gepo"} | PREFERENCES
-USES_ZERO_ADVANTAGE = WITH_KL | STEP_STATISTICS | COMPARES_COMPLETIONS
+USES_ZERO_ADVANTAGE = WITH_KL | STEP_STATISTICS | COMPARES_COMPLETIONS | DISTILLATION
 USES_ZERO_ADVANTAGE |= {"asymre", "opmd", "prime_rl", "ipo_mask", "opmd_kimi", "oapl"}
 OVER_PI_K = """
     off_policy_grpo_exact clipped_proportional geppo decoupled_ppo grpo_recomputed grpo_tis
@@ -97,11 +102,14 @@ OVER_PI_K = """
 """
 WITHOUT_ALPHA = """
     reinforce stale_reinforce grpo_recomputed rloo asymre red_drop red_weight opmd_kimi
-    opmd_pairwise positive_only tba online_dpo online_ipo
+    opmd_pairwise positive_only tba online_dpo online_ipo opd
 """
 READS = {
     "pi_k": (lambda row: row.needs_old_logp, set(OVER_PI_K.split())),
-    "pi_ref": (lambda row: row.needs_pi_ref, WITH_KL | {"opmd_kimi", "tba"} | PREFERENCES),
+    "pi_ref": (
+        lambda row: row.needs_pi_ref,
+        WITH_KL | {"opmd_kimi", "tba"} | PREFERENCES | DISTILLATION,
+    ),
     "not alpha": (lambda row: not row.needs_rollout_logp, set(WITHOUT_ALPHA.split())),
     "groups": (lambda row: row.needs_whole_groups, COMPARES_COMPLETIONS),
     "staleness": (lambda row: row.needs_staleness, {"a3po"}),
@@ -162,6 +170,9 @@ def test_completions_of_advantage_zero_have_a_gradient_unless_the_row_skips_them
         ("opmd", {"anchor": "pi_ref"}, {"ref_logp"}),
         ("stale_reinforce", {"beta": 0.1, "kl_importance": True}, {"ref_logp", "rollout_logp"}),
         ("reinforce", {"filters": ["finished_only"]}, {"finished"}),
+        ("reinforce", {"token_advantage": "reverse_kl"}, {"ref_logp"}),
+        ("opd", {"student": "alpha"}, {"ref_logp", "rollout_logp"}),
+        ("opd", {"advantage": "centered", "token_advantage": "none"}, set()),
         ("reinforce", {"filters": ["top_entropy"]}, {"entropy"}),
         (
             "reinforce",
@@ -177,6 +188,58 @@ def test_completions_of_advantage_zero_have_a_gradient_unless_the_row_skips_them
 )
 def test_overrides_change_what_a_recipe_reads(name, overrides, reads):
     assert resolve(name, overrides).required_inputs == reads
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("opd", {}, [-1.3863, 1.3863]),
+        ("opd_recomputed", {}, [-2.7726, 0.6931]),
+        ("opd_stale", {}, [-1.3863, 0.3466]),
+        ("opd_forward", {}, [-1.5, 1.5]),
+        # A - d is -.3863 and 2.3863: no token has moved out of the range the way it points.
+        ("grpo_opd", {}, [-0.7726, 1.1931]),
+        # A - d / 2 is .3069, so the first token, at rho = 2, is clipped.
+        ("grpo_opd", {"token_advantage.strength": 0.5}, [0.0, 0.8466]),
+        # Half of the completion's |d| lies before the second token: 1.5 and 1.25.
+        ("iw_opd", {}, [-1.0397, 0.8664]),
+    ],
+    ids=["opd", "recomputed", "stale", "forward", "grpo", "grpo of half strength", "iw"],
+)
+def test_gradient_of_distillation_by_hand(name, overrides, expected):
+    """rho is 2 and .5; pi/pi_ref is 4 and 1/4, alpha/pi_ref 2 and 1/2; both completions alike."""
+    x = inputs(
+        tensor([0.5, 0.25, 0.5, 0.25]).log().requires_grad_(),
+        tensor([0.25, 0.5, 0.25, 0.5]).log(),
+        ref=tensor([0.125, 1.0, 0.125, 1.0]).log(),
+        A=1.0 if name == "grpo_opd" else 0.0,
+        completion=[0, 0, 1, 1],
+    )
+    gradient_T = gradient_of(resolve(name, overrides).value(x).sum(), x)
+    assert_close(gradient_T, tensor(expected + expected), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", DISTILLATION_ROWS)
+def test_completion_of_advantage_zero_does_not_move_where_all_policies_are_the_teacher(name):
+    _, x = random_inputs()
+    pi = x.logp.detach()
+    x = replace(x, rollout_logp=pi, ref_logp=pi, advantages=torch.zeros_like(x.advantages))
+    derivative = resolve(name).differentiate(x, torch.ones(7).double())
+    assert bool((derivative.gradient_T == 0).all())
+
+
+def test_filters_and_statistics_read_the_advantage_of_the_token():
+    """-d is positive for the first token alone, which has moved to rho = 2: m2po drops it."""
+    x = inputs(
+        tensor([0.5, 0.25]).log().requires_grad_(),
+        tensor([0.25, 0.25]).log(),
+        ref=tensor([1.0, 0.125]).log(),
+        A=0.0,
+        completion=[0, 0],
+    )
+    recipe = resolve("opd_recomputed", {"filters": ["m2po"]})
+    derivative = recipe.differentiate(with_statistics(recipe, x), torch.ones(1))
+    assert derivative.filtered_T.tolist() == [True, False]
 
 
 def test_loss_and_its_derivative_by_hand():

@@ -246,6 +246,11 @@ def log_mean_exp(x: AdvantageInputs, *, strength: Positive = 0.1) -> Tensor:
     return x.rewards - largest_C - strength * mean_C.log()
 
 
+def zero(x: AdvantageInputs) -> Tensor:
+    """0: the reward does not count, so only a `token_advantage` can teach."""
+    return torch.zeros_like(x.rewards)
+
+
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """The term that DAPO adds to the reward of a long completion (arXiv 2503.14476, Eq. 13).
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from lagrpo.core import advantages, corrections, filters, inputs, kl, losses, masks, weights
+from lagrpo.core import (
+    advantages,
+    corrections,
+    filters,
+    inputs,
+    kl,
+    losses,
+    masks,
+    token_advantages,
+    weights,
+)
 from lagrpo.core.pieces import PieceFunction, as_piece
 from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum, token_mean
@@ -20,7 +30,14 @@ CHOICES: dict[str, tuple[PieceFunction, ...]] = {
         advantages.batch_whitened,
         advantages.red_drop,
         advantages.log_mean_exp,
+        advantages.zero,
     ),
+    "token_advantage": (
+        token_advantages.reverse_kl,
+        token_advantages.reverse_kl_by_drift,
+        token_advantages.forward_kl,
+    ),
+    "student": (inputs.pi, inputs.alpha, inputs.pi_k),
     "surrogate": (
         losses.clipped,
         losses.clipped_exact,
@@ -75,7 +92,7 @@ CHOICES: dict[str, tuple[PieceFunction, ...]] = {
 }
 """The functions that a setting may name, for each knob that is a function."""
 
-MAY_BE_NONE = ("mask", "weight", "regularizer", "correction")
+MAY_BE_NONE = ("mask", "weight", "regularizer", "correction", "token_advantage")
 """Knobs that "none" unsets."""
 
 KNOB_NAMES = frozenset(

@@ -52,6 +52,8 @@ class LossInputs:
     """[C] True if an end token or a stop text ended the completion, False if it was cut"""
     step: Mapping[str, Tensor] = field(default_factory=Statistics)
     """statistics of the whole optimizer step, by the name of the function that collects them"""
+    token_advantages: Tensor | None = None
+    """[T] what the recipe adds to the advantage of each token; None: nothing"""
     logged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """metrics of your own, by name: what `log` was called with"""
 
@@ -63,6 +65,7 @@ class LossInputs:
             "completion": self.completion,
             "staleness": self.staleness,
             "entropy": self.entropy,
+            "token_advantages": self.token_advantages,
         }
         for name, tensor in token_tensors.items():
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != self.logp.shape):
@@ -71,8 +74,15 @@ class LossInputs:
 
     @property
     def advantage(self) -> Tensor:
-        """[T] the advantage of each token's completion."""
-        return self.advantages[self.completion]
+        """[T] the advantage of each token: its completion's, and what is added to the token's."""
+        advantage_T = self.advantages[self.completion]
+        if self.token_advantages is None:
+            return advantage_T
+        return advantage_T + self.token_advantages
+
+    def with_token_advantages(self, token_advantages: Tensor) -> LossInputs:
+        """The same inputs, with numbers [T] that are added to the advantage of each token."""
+        return replace(self, token_advantages=token_advantages)
 
     def log(self, name: str, value: Tensor) -> None:
         """Records a metric of your own, such as "mine/spread": its mean over the batch.
@@ -151,7 +161,13 @@ def without_gradient(x: LossInputs) -> LossInputs:
     return replace(x, logp=x.logp.detach())
 
 
-# Policies: values of the knobs `denominator` and `anchor`. Each gives log-probs [T], nats.
+# Policies: values of the knobs `denominator`, `anchor` and `student`. Each gives log-probs [T],
+# nats.
+
+
+def pi(x: LossInputs) -> Tensor:
+    """The policy that learns, as a number: without a gradient."""
+    return x.logp.detach()
 
 
 def alpha(x: LossInputs) -> Tensor:

@@ -31,7 +31,7 @@ from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import token
 from lagrpo.core.reductions import token_mean
 
-PIECES = ("advantage", "surrogate", "correction", "kl", "reduction")
+PIECES = ("advantage", "token_advantage", "surrogate", "correction", "kl", "reduction")
 """The fields of a Recipe that hold one piece each."""
 
 NUMBERS = ("beta", "kl_importance", "overlong_buffer", "mask_zero_variance", "masked_count")
@@ -52,7 +52,7 @@ class Derivative:
     filtered_T: Tensor
     """[T] True where a filter drops the token"""
     kl_T: Tensor
-    """[T] estimate of KL(pi || pi_ref), nats; 0 without a KL term"""
+    """[T] estimate of KL(pi || pi_ref), nats; 0 without a KL term or a teacher"""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,19 @@ class Recipe:
 
     A function stands for a piece with the defaults of its knobs.
 
-        advantage       AdvantageInputs -> [C]
-        surrogate, kl   LossInputs -> [T]
-        correction      LossInputs -> the weight of each value [T]
-        filters         LossInputs -> 1 or 0 for each token [T]
-        reduction       lengths, counted [C], max_length -> weights [C]
+        advantage        AdvantageInputs -> [C]
+        token_advantage  LossInputs -> [T], added to the advantage of each token
+        surrogate, kl    LossInputs -> [T]
+        correction       LossInputs -> the weight of each value [T]
+        filters          LossInputs -> 1 or 0 for each token [T]
+        reduction        lengths, counted [C], max_length -> weights [C]
     """
 
     formula: str = ""
     source: str = ""
     family: str = "your own"
     advantage: Piece = field(default_factory=lambda: piece(normalized))
+    token_advantage: Piece | None = None
     surrogate: Piece = field(default_factory=lambda: piece(clipped))
     correction: Piece | None = None
     filters: tuple[Piece, ...] = ()
@@ -120,8 +122,15 @@ class Recipe:
         is_counted_C = is_kept_C | self.masked_count
         return is_kept_C * self.reduction(lengths_C, is_counted_C, max_length)
 
+    def with_token_advantages(self, x: LossInputs) -> LossInputs:
+        """The inputs with what this recipe adds to the advantage of each token, as a number."""
+        if self.token_advantage is None or x.token_advantages is not None:
+            return x
+        return x.with_token_advantages(self.token_advantage(x).detach())
+
     def collect(self, step: LossInputs) -> dict[str, Tensor]:
         """The statistics that pieces read in `x.step`, from the tokens of the whole step."""
+        step = self.with_token_advantages(step)
         statistics = Statistics()
         for part in self._all_pieces():
             statistic = statistic_of(part.function)
@@ -131,6 +140,7 @@ class Recipe:
 
     def value(self, x: LossInputs) -> Tensor:
         """The surrogate of each token [T], corrected; 0 where a filter drops it."""
+        x = self.with_token_advantages(x)
         value_T = self.surrogate(x)
         if self.correction is not None:
             value_T = self.correction(x) * value_T
@@ -171,7 +181,7 @@ class Recipe:
         there.
         """
         logp_T = x.logp.detach().requires_grad_()
-        x = replace(x, logp=logp_T)
+        x = self.with_token_advantages(replace(x, logp=logp_T))
         weight_T = weight_C[x.completion]
         # Surrogate and KL term are differentiated one after the other, so that a clipped token
         # shows as a zero in the first derivative, whatever the KL term does.
@@ -180,6 +190,9 @@ class Recipe:
             surrogate_gradient_T = _derivative(surrogate_loss, logp_T)
             kl_T = self.penalty(x)
             kl_loss = self.beta * (weight_T * kl_T).sum()
+        if self.beta == 0 and self.needs_teacher:
+            # Not in the loss: it shows how far the teacher is.
+            kl_T = self.kl(x)
         gradient_T = surrogate_gradient_T
         if self.beta > 0:
             gradient_T = surrogate_gradient_T + _derivative(kl_loss, logp_T)
@@ -210,7 +223,10 @@ class Recipe:
     @property
     def pieces(self) -> dict[str, Piece]:
         """The pieces that compute it, by their paths; the KL estimator only with a KL term."""
-        pieces = {"advantage": self.advantage, "surrogate": self.surrogate}
+        pieces = {"advantage": self.advantage}
+        if self.token_advantage is not None:
+            pieces["token_advantage"] = self.token_advantage
+        pieces["surrogate"] = self.surrogate
         if self.correction is not None:
             pieces["correction"] = self.correction
         for keep in self.filters:
@@ -224,7 +240,11 @@ class Recipe:
     def knobs(self) -> dict[str, object]:
         """Every knob that it reads, by its path: numbers, and pieces."""
         knobs: dict[str, object] = {name: getattr(self, name) for name in NUMBERS}
-        knobs |= {"correction": self.correction, "filters": self.filters}
+        knobs |= {
+            "token_advantage": self.token_advantage,
+            "correction": self.correction,
+            "filters": self.filters,
+        }
         for path, root in self.pieces.items():
             knobs[path] = root
             knobs |= dict(knob_paths(root, path))
@@ -313,6 +333,16 @@ class Recipe:
     def needs_pi_ref(self) -> bool:
         """True if the loss compares with the reference policy."""
         return "ref_logp" in self.required_inputs
+
+    @cached_property
+    def needs_teacher(self) -> bool:
+        """True if tokens have advantages from the reference policy, as from a teacher.
+
+        The policy's own start as the reference would teach nothing.
+        """
+        x = RecordedInputs.record(random_inputs())
+        self.with_token_advantages(x)
+        return "ref_logp" in x.fields_read
 
     @property
     def needs_staleness(self) -> bool:

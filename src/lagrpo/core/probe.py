@@ -61,6 +61,15 @@ class RecordedInputs(LossInputs):
 
     fields_read: set[str]
 
+    def with_token_advantages(self, token_advantages: Tensor) -> LossInputs:
+        """The same inputs with these numbers. Both remember in one `fields_read`."""
+        fields_read = set(self.fields_read)
+        x = super().with_token_advantages(token_advantages)
+        # The copy has read all fields: that is forgotten, in both.
+        for inputs in (self, x):
+            vars(inputs)["fields_read"] = fields_read
+        return x
+
     def __getattribute__(self, name: str) -> object:
         if name in OPTIONAL:
             # setdefault: the constructor reads fields before there is a set.

@@ -18,6 +18,7 @@ from typing import TypeVar, cast
 import torch
 
 from lagrpo.core import filters, inputs, losses, weights
+from lagrpo.core.advantages import zero
 from lagrpo.core.choices import CHOICES, KNOB_NAMES, MAY_BE_NONE
 from lagrpo.core.inputs import statistic_of
 from lagrpo.core.kl import k1, k3_bias_corrected
@@ -32,6 +33,13 @@ from lagrpo.core.references import did_you_mean, is_reference, load_reference
 from lagrpo.core.rows import RECIPES
 
 Entry = TypeVar("Entry")
+
+COMPARES_COMPLETIONS: tuple[PieceFunction, ...] = (
+    opmd_pairwise,
+    losses.online_dpo,
+    losses.online_ipo,
+)
+"""The surrogates that compare the completions of a group."""
 
 
 def resolve(
@@ -290,6 +298,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield from _contradictions_of_correction(recipe.surrogate)
     yield from _contradictions_of_filters(recipe)
     yield from _contradictions_of_kl(recipe)
+    yield from _contradictions_of_token_advantage(recipe)
     if recipe.masked_count and not recipe.mask_zero_variance:
         yield "masked_count counts masked groups, but mask_zero_variance is off: no group is masked"
 
@@ -319,11 +328,7 @@ def _contradictions_of_correction(surrogate: Piece) -> Iterator[str]:
 def _contradictions_of_filters(recipe: Recipe) -> Iterator[str]:
     """The reasons why filters would leave a gradient at tokens that they drop."""
     surrogate = recipe.surrogate
-    compares_completions = surrogate.function in (
-        opmd_pairwise,
-        losses.online_dpo,
-        losses.online_ipo,
-    )
+    compares_completions = surrogate.function in COMPARES_COMPLETIONS
     if recipe.filters and compares_completions:
         yield (
             f"filters drop completions or tokens, but {surrogate.name} compares the completions of "
@@ -356,8 +361,33 @@ def _contradictions_of_kl(recipe: Recipe) -> Iterator[str]:
     if has_kl and recipe.kl.function is k1:
         yield (
             "k1 is not a penalty: its expected gradient is 0 on fresh samples, and wrong on stale "
-            "ones; use k2 or k3"
+            "ones; use k2 or k3. As a reward of each token it is distillation: recipe opd"
         )
+
+
+def _contradictions_of_token_advantage(recipe: Recipe) -> Iterator[str]:
+    """The reasons why advantages of tokens do not go together with the rest of a recipe."""
+    ignores_reward = recipe.advantage.function is zero
+    if recipe.token_advantage is None:
+        if ignores_reward:
+            yield (
+                "advantage 'zero' leaves nothing to learn from: set token_advantage = "
+                "'reverse_kl', or another advantage"
+            )
+        return
+    surrogate = recipe.surrogate
+    if surrogate.function in (losses.opmd_kimi, *COMPARES_COMPLETIONS):
+        yield (
+            f"token_advantage differs from token to token, but {surrogate.name} has one value "
+            "per completion: take another surrogate"
+        )
+    if recipe.mask_zero_variance:
+        yield (
+            "token_advantage also teaches groups of equal rewards, which mask_zero_variance "
+            "would leave out: set mask_zero_variance = false"
+        )
+    if recipe.overlong_buffer and ignores_reward:
+        yield "overlong_buffer changes the reward, which advantage 'zero' does not read: drop it"
 
 
 def _number(recipe: Recipe, path: str) -> float | None:

@@ -22,10 +22,11 @@ from lagrpo.core.advantages import (
     normalized_unbiased,
     red_drop,
     sign_balanced,
+    zero,
 )
 from lagrpo.core.corrections import masked, truncated
 from lagrpo.core.filters import carm, finished_only, m2po, opsm, seq_max_k3, top_entropy
-from lagrpo.core.inputs import pi_k, pi_ref
+from lagrpo.core.inputs import alpha, pi_k, pi_ref
 from lagrpo.core.losses import (
     asymre,
     clipped,
@@ -49,6 +50,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.core.pieces import PieceFunction, piece
 from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum
+from lagrpo.core.token_advantages import forward_kl, reverse_kl, reverse_kl_by_drift
 from lagrpo.core.weights import (
     asymmetric_cap,
     capped_ratio,
@@ -71,6 +73,7 @@ MIS = (
     "training-inference mismatch, 2025"
 )
 DPPO = "DPPO, arXiv 2602.04879"
+ASYNC_OPD = "AsyncOPD, arXiv 2606.24143"
 
 SYMBOLS = """\
 pi: policy; pi_k: pi at the start of the batch; alpha: the policy that sampled
@@ -78,7 +81,8 @@ rho = pi/alpha of a token, s of a completion y; logp = log pi; sg: no gradient
 A: advantage; normalized (r - mu)/sigma, centered r - mu, with a group's rewards
 f_eps(rho, c, A) = min(rho A, clip(rho, c - epsilon_low, c + epsilon_high) A)
 M: 1 if the token is kept, else 0; s0 > 0: the rewards of a group differ
-k3: estimate of KL(pi, pi_ref), pi_ref being the KL reference"""
+k3: estimate of KL(pi, pi_ref), pi_ref being the KL reference
+d = sg(log pi - log pi_ref) of a token, pi_ref being the teacher"""
 
 GSPO_RANGE: dict[str, object] = {
     "ratio": length_normalized,
@@ -599,6 +603,58 @@ ADVANTAGE_ROWS: dict[str, Recipe] = {
     ),
 }
 
+DISTILLATION_ROWS: dict[str, Recipe] = {
+    "opd": Recipe(
+        "-d logp: no task reward, each token has its own d alone; mean over the tokens of the "
+        "batch",
+        "on-policy distillation as REINFORCE, verl's PG-OPD after Thinking Machines, On-policy "
+        "distillation, 2025",
+        advantage=piece(zero),
+        token_advantage=piece(reverse_kl),
+        surrogate=piece(reinforce),
+    ),
+    "opd_recomputed": Recipe(
+        "-rho d: d with the policy that learns; mean over the tokens of the batch",
+        f"{ASYNC_OPD}: its estimator with the recomputed advantage, one sample, no clip",
+        advantage=piece(zero),
+        token_advantage=piece(reverse_kl),
+        surrogate=piece(unclipped),
+    ),
+    "opd_stale": Recipe(
+        "-rho d, d = log alpha - log pi_ref as recorded; mean over the tokens of the batch",
+        "tinker-cookbook's on-policy distillation with its loss importance_sampling; "
+        f"{ASYNC_OPD}, compares with it under PPO's clip (surrogate = 'clipped')",
+        advantage=piece(zero),
+        token_advantage=piece(reverse_kl, student=alpha),
+        surrogate=piece(unclipped),
+    ),
+    "opd_forward": Recipe(
+        "rho (pi_ref/pi - 1): estimates -grad KL(pi_ref, pi); mean over the tokens of the batch",
+        f"the forward KL of {ASYNC_OPD}, estimated from the sampled tokens as the gradient of k3 "
+        "weighted by rho; the paper samples from the teacher",
+        advantage=piece(zero),
+        token_advantage=piece(forward_kl),
+        surrogate=piece(unclipped),
+    ),
+    "grpo_opd": Recipe(
+        "f_eps(rho, 1, A - lambda d), A normalized, lambda = token_advantage.strength = 1; mean "
+        "over completions of their token means",
+        "slime's and Miles's --use-opd, which take d with pi_k: the same at the first update on a "
+        "batch",
+        token_advantage=piece(reverse_kl),
+        reduction=piece(sequence_mean),
+    ),
+    "iw_opd": Recipe(
+        "-(1 + .5 (1 - F)) d logp, d = log alpha - log pi_ref, F the share of the completion's "
+        "|d| before the token; mean over the tokens of the batch",
+        "IW-OPD, arXiv 2606.22600, Algorithm 1, as in TRL; the authors' code puts it under PPO's "
+        "clip",
+        advantage=piece(zero),
+        token_advantage=piece(reverse_kl_by_drift),
+        surrogate=piece(reinforce),
+    ),
+}
+
 FAMILIES: dict[str, dict[str, Recipe]] = {
     "GRPO and its clips": GRPO_ROWS,
     "GRPO with another advantage or a filter": ADVANTAGE_ROWS,
@@ -608,6 +664,7 @@ FAMILIES: dict[str, dict[str, Recipe]] = {
     "REC and RED of Yao et al.": REC_ROWS,
     "regressions and preferences": REGRESSION_ROWS,
     "corrections for another rollout engine": ENGINE_ROWS,
+    "distillation from a teacher": DISTILLATION_ROWS,
 }
 
 RECIPES: dict[str, Recipe] = {

@@ -357,6 +357,7 @@ class Trainer:
         else:
             logp_T = self.policy.logp(row.packed)
         x = row.loss_inputs(logp_T.detach(), version, statistics)
+        x = self.recipe.with_token_advantages(x)
         # `weight_C` has the normalizer of the whole step: gradients only have to be added.
         derivative = self.recipe.differentiate(x, row.weight_C)
         # The loss is differentiated by log π, and by the entropy if it has a coefficient. From
@@ -678,14 +679,15 @@ def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
     """Returns sums over a micro-batch, to be added over micro-batches and ranks."""
     is_clipped_T = derivative.clipped_T & ~derivative.filtered_T
     is_dropped_C = _all_of_completion(derivative.filtered_T, x.completion, len(x.advantages))
-    has_signal_C = x.advantages != 0  # updates may leave out the others
+    has_signal_T = x.advantage != 0  # updates may leave out the others
+    has_signal_C = ~_all_of_completion(~has_signal_T, x.completion, len(x.advantages))
     sums = {
         "loss": derivative.loss,
         "tokens": torch.tensor(len(x.logp)),
         "kl_ref": derivative.kl_T.sum(),
         "clipped_positive": (is_clipped_T & (x.advantage > 0)).sum(),
         "clipped_negative": (is_clipped_T & (x.advantage < 0)).sum(),
-        "filtered_tokens": (derivative.filtered_T & (x.advantage != 0)).sum(),
+        "filtered_tokens": (derivative.filtered_T & has_signal_T).sum(),
         "filtered_completions": (is_dropped_C & has_signal_C).sum(),
     }
     # One copy from a GPU instead of one for each sum.
