@@ -102,7 +102,7 @@ def run(name: str, model: str) -> dict[str, Any]:
         return {
             "settings": without_paths(settings),
             "model": asdict(ModelSizes.of(lm, lora_of(resolved.model))),
-            "computation": asdict(computation_of(resolved, lm, ranks)),
+            "computation": asdict(computation_of(resolved, lm, ranks, resolved.model.dtype)),
             "peaks": peaks,
         }
 

@@ -29,6 +29,14 @@ def narrow(x: LossInputs, *, width: float = 0.1) -> Tensor:
     return (x.logp - alpha(x)).abs() <= width
 
 
+def distilled(x: LossInputs) -> Tensor:
+    """The advantage, and log π_T - log π of each token as a reward."""
+    assert x.ref_logp is not None
+    assert x.rollout_logp is not None
+    distance = (x.logp - x.ref_logp).detach()
+    return (x.logp - x.rollout_logp).exp() * (x.advantage - distance)
+
+
 def since_pi_k(x: LossInputs) -> Tensor:
     """A mask that never acts while pi is pi_k."""
     return (x.logp - pi_k(x)).abs() <= 0.1

@@ -53,7 +53,7 @@ def metrics_of(
     seconds = {Phase(name): value for name, value in clock.items()}
     timer = Times(seconds, total=9.0, generated=30)
     state = LoopState(batch=7, sync={"logp_difference_max": 0.25, "changed_fraction": 0.5})
-    records = Records.build(batch, {c: (logp, None) for c, logp in (old_logp or {}).items()})
+    records = Records.build(batch, {c: (logp, None, None) for c, logp in (old_logp or {}).items()})
     step = Step(2, 7, 6, reason, {}, batch, (), updates, records, timer, state)
     return batch_metrics(step, loss_metrics=loss_metrics)
 

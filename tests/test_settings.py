@@ -18,7 +18,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
 from lagrpo.settings.command_line import SHORT, CommandParser, read_words
 from lagrpo.settings.load import PRESETS, TABLES, list_settings, load_settings, to_toml
-from lagrpo.settings.loss import KNOBS, TERMS, LossSettings
+from lagrpo.settings.loss import KNOBS, OUTSIDE_RECIPES, LossSettings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import RewardSettings
 from lagrpo.types import JsonObject
@@ -36,7 +36,7 @@ def complain(values: Any, overrides: Any = None) -> str:
 
 
 def test_settings_of_the_loss_are_knobs_of_recipes():
-    named = set(LossSettings.model_fields) - {"recipe", "overrides", *TERMS}
+    named = set(LossSettings.model_fields) - {"recipe", "overrides", *OUTSIDE_RECIPES}
     knob_names = {*NUMBERS, *CHOICES, *KNOB_NAMES, "epsilon"}
     assert {KNOBS.get(name, name) for name in named} <= knob_names
     assert LossSettings(entropy_coef=0.1, entropy_target=0.5).knobs == {}

@@ -77,6 +77,8 @@ class Prompt:
     """the row's file and line: data.jsonl, line 3, for example"""
     tools: tuple[Mapping[str, Any], ...] = ()
     """the functions that the chat template shows, as JSON schemas"""
+    reference_token_ids: tuple[int, ...] = ()
+    """the prompt that the reference sees; empty if it sees `token_ids`"""
 
 
 class OutcomeKind(StrEnum):

@@ -74,8 +74,14 @@ def digest_rows(rows: Any) -> Digests:
 
 
 def digest_prompt(prompt: Prompt) -> dict[str, str]:
-    """Returns the digests of a prompt's tokens and of its reference answer."""
-    return {"tokens": digest(repr(prompt.token_ids)), "answers": digest(value_text(prompt.answer))}
+    """Returns the digests of a prompt's tokens and of its reference answer.
+
+    If the reference sees other tokens, these count, too.
+    """
+    tokens = repr(prompt.token_ids)
+    if prompt.reference_token_ids:
+        tokens += repr(prompt.reference_token_ids)
+    return {"tokens": digest(tokens), "answers": digest(value_text(prompt.answer))}
 
 
 def digest_visited(visited: Sequence[Mapping[str, str]]) -> Digests:

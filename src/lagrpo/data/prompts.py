@@ -12,6 +12,7 @@ from functools import lru_cache
 from lagrpo.data.fingerprint import digest_prompt
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy
+from lagrpo.model.reference_prompt import ReferencePrompt
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.tasks import Task, name_prompt, order_prompts
@@ -22,8 +23,9 @@ class PromptSource:
     """A task's prompts, tokenized, as requests of training batches and of evaluations.
 
     A training batch has N prompts. If the task has an environment, `episodes` opens it: the policy
-    then sees the environment's first messages instead of the task's. Raises SettingsError for a
-    task without training prompts.
+    then sees the environment's first messages instead of the task's. With `reference_prompt`,
+    training prompts also have the tokens that the reference sees. Raises SettingsError for a task
+    without training prompts.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class PromptSource:
         N: int,
         max_prompt_tokens: int,
         episodes: Episodes | None = None,
+        reference_prompt: ReferencePrompt | None = None,
     ) -> None:
         self.task = task
         self.chat = policy.chat
@@ -41,6 +44,7 @@ class PromptSource:
         self.N = N
         self.max_prompt_tokens = max_prompt_tokens
         self.episodes = episodes
+        self.reference_prompt = reference_prompt
         # Digests of the prompts that the run visits, in their order; `check` fills the list.
         self.visited: list[dict[str, str]] = []
         self.longest_prompt = 0  # tokens of the longest one that batches visit; `check` counts
@@ -153,6 +157,9 @@ class PromptSource:
                 prompt = self._open(self.episodes, prompt, split, index)
                 tools = self.episodes.tools
             prompt = self.chat.tokenize(prompt, tools)
+            if self.reference_prompt is not None and split == "train":
+                seen = self.chat.tokenize(self.reference_prompt.fill(prompt), tools)
+                prompt = replace(prompt, reference_token_ids=seen.token_ids)
         except ValueError as error:
             raise SettingsError(f"{label}: {error}") from error
 
@@ -165,6 +172,12 @@ class PromptSource:
             raise SettingsError(
                 f"{label} has {num_tokens} tokens; rollout.max_prompt_length is "
                 f"{self.max_prompt_tokens}; {advice}"
+            )
+        num_tokens = len(prompt.reference_token_ids)
+        if num_tokens > self.max_prompt_tokens:
+            raise SettingsError(
+                f"{label} has {num_tokens} tokens with loss.reference_prompt; "
+                f"rollout.max_prompt_length is {self.max_prompt_tokens}: raise it"
             )
         if not self._has_warned:  # one warning per task is enough
             self._has_warned = self.chat.warn_if_unusual(prompt, label)

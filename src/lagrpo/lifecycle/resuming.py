@@ -39,7 +39,8 @@ from lagrpo.training.trainer import Trainer
 from lagrpo.types import JsonObject, JsonView
 
 MACHINE = (
-    *("cpu", "ranks", "strategy", "threads", "device_name", "dtype", "computation"),
+    *("cpu", "ranks", "strategy", "threads", "device_name"),
+    *("dtype", "reference_dtype", "computation"),
     *("packages.lagrpo", "packages.torch", "packages.transformers"),
 )
 """Entries of environment.json that decide the bits of a run."""
@@ -170,6 +171,9 @@ def describe_environment(
     offline = sampling.offline
     rollout = settings.rollout
     own_engine = rollout.engine if rollout.has_own_engine else None
+    reference_dtype = None
+    if trainer.reference is not None and trainer.has_teacher:
+        reference_dtype = str(trainer.reference.dtype).removeprefix("torch.")
     # W&B finds its run by the id, so a run that resumes keeps it.
     identity = None
     if earlier is not None and earlier.checkpoint is not None:
@@ -183,6 +187,7 @@ def describe_environment(
         "strategy": settings.distributed.strategy,
         "computation": policy.model.computation,
         "dtype": str(policy.dtype).removeprefix("torch."),
+        "reference_dtype": reference_dtype,
         "agreement": asdict(agreement) if agreement else None,
         "offline": None if offline is None else str(offline),
     }

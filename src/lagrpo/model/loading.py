@@ -20,6 +20,7 @@ from lagrpo.errors import as_settings_error, describe_error, one_line, one_line_
 from lagrpo.model import attention
 from lagrpo.model.attention import Shape
 from lagrpo.model.backend import Backend, Choice
+from lagrpo.model.chat import Chat
 from lagrpo.model.directory import check_weights, naming_damage
 from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.files import TOKENIZER_CONFIG, find_source, load_tokenizer
@@ -55,11 +56,12 @@ def load_policy(
     backend: Backend | Choice = "auto",
     lora: Lora | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    teaches: Chat | None = None,
 ) -> Policy:
     """Loads a policy from a hub id or a directory.
 
-    The model gets the adapters `lora`, unless the directory has adapters itself. Raises ValueError
-    or OSError.
+    The model gets the adapters `lora`, unless the directory has adapters itself. With `teaches` it
+    is the teacher of a policy with this chat: see `_make_teacher`. Raises ValueError or OSError.
     """
     if is_adapter(path):
         lm, tokenizer = load_adapted(Path(path), dtype, device)
@@ -68,7 +70,10 @@ def load_policy(
         if lora is not None:
             with as_settings_error("model.lora_r"):
                 attach_lora(lm, lora)
-    policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
+    if teaches is not None:
+        policy = _make_teacher(lm, teaches, tau, backend)
+    else:
+        policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
     check_attention(policy)
     return policy
 
@@ -80,23 +85,29 @@ def open_policy(
     tau: float = 1.0,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    teaches: Chat | None = None,
 ) -> Policy | None:
     """Opens a policy from a hub id or a directory, and leaves its weights in the files.
 
     Its model is on the meta device, and `weights` are `StoredWeights`. `check_finite` and
     `check_attention` are left to the caller. Returns None if the files do not have the weights as
-    the model has them; `load_policy` converts these, or says what is wrong. Raises ValueError or
-    OSError.
+    the model has them; `load_policy` converts these, or says what is wrong. `teaches` is as in
+    `load_policy`. Raises ValueError or OSError.
     """
     tokenizer = check_files(path)
     with naming_damage(path, _advice()):
         lm = _make_empty_model(path, dtype)
+        if teaches is not None:
+            cut_vocabulary(lm, teaches.vocabulary)
         weights = StoredWeights(lm, find_weight_files(path))
     # With this entry, transformers reads another file.
     names_other_file = getattr(lm.config, "transformers_weights", None) is not None
-    if names_other_file or not weights.fit():
+    if names_other_file or not weights.fit(has_more_rows=teaches is not None):
         return None
-    policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
+    if teaches is not None:
+        policy = _make_teacher(lm, teaches, tau, backend)
+    else:
+        policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
     return replace(policy, weights=weights)
 
 
@@ -133,10 +144,7 @@ def _make_policy(
     """Returns the policy of a model and its tokenizer, with the settings of its chat template."""
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    text_config = lm.config.get_text_config()
-    # transformers raises an error for sizes that differ between layers. The caches have one size.
-    with one_line_errors(f"models of type {text_config.model_type!r} are not supported"):
-        Shape.of(text_config)
+    _check_shape(lm)
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
     template_kwargs = template_kwargs or {}
     for name in template_kwargs:
@@ -145,6 +153,31 @@ def _make_policy(
                 f"model.chat_template_kwargs: its chat template does not read {name!r}"
             )
     return replace(policy, chat=replace(policy.chat, template_kwargs=template_kwargs))
+
+
+def _make_teacher(lm: Any, chat: Chat, tau: float, backend: Backend | Choice) -> Policy:
+    """Returns the policy of a model that only computes log-probs of the tokens of a policy's chat.
+
+    Its logits end with the policy's. More rows of its head are padding, which the softmax must not
+    count.
+    """
+    _check_shape(lm)
+    cut_vocabulary(lm, chat.vocabulary)
+    lm.requires_grad_(requires_grad=False)
+    return Policy.from_model(lm, chat.tokenizer, tau, backend=backend, chat=chat)
+
+
+def _check_shape(lm: Any) -> None:
+    """Raises ValueError for sizes that differ between layers: the caches have one size."""
+    text_config = lm.config.get_text_config()
+    with one_line_errors(f"models of type {text_config.model_type!r} are not supported"):
+        Shape.of(text_config)
+
+
+def cut_vocabulary(lm: Any, vocabulary: int) -> None:
+    """Removes the rows of embedding and head beyond a vocabulary."""
+    if len(lm.get_output_embeddings().weight) > vocabulary:
+        lm.resize_token_embeddings(vocabulary)
 
 
 def load_model(

@@ -305,10 +305,12 @@ class Policy:
         tau: float = 1.0,
         version: int = 0,
         backend: Backend | Choice = "auto",
+        chat: Chat | None = None,
     ) -> Policy:
         """Returns a policy of a model of transformers with shared-prefix attention.
 
-        `backend` is a backend, or the setting by which one is chosen.
+        `backend` is a backend, or the setting by which one is chosen. A `chat` replaces the chat of
+        model and tokenizer.
         """
         if not isinstance(backend, Backend):
             weight = lm.get_output_embeddings().weight
@@ -316,7 +318,7 @@ class Policy:
         return Policy(
             weights=trained_weights(lm, version),
             model=Model(lm, backend),
-            chat=Chat.from_model(lm, tokenizer),
+            chat=chat or Chat.from_model(lm, tokenizer),
             tau=tau,
         )
 

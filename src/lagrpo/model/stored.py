@@ -38,17 +38,23 @@ class StoredWeights(Weights):
             lm.named_parameters(remove_duplicate=False)
         )
 
-    def fit(self) -> bool:
+    def fit(self, *, has_more_rows: bool = False) -> bool:
         """True if the files have each weight once, under its name in the model and in its shape.
 
-        A tied weight may also be there under its other names.
+        A tied weight may also be there under its other names. With `has_more_rows` embedding and
+        head may have more rows in the files, which are never read.
         """
+        embedded = [self._lm.get_input_embeddings().weight, self._lm.get_output_embeddings().weight]
         if not set(self) <= self._stored.keys() <= self._parameters.keys():
             return False
-        return all(
-            tuple(tensor.get_shape()) == self._parameters[name].shape
-            for name, tensor in self._stored.items()
-        )
+        for name, tensor in self._stored.items():
+            parameter = self._parameters[name]
+            rows, *width = tensor.get_shape()
+            if has_more_rows and any(parameter is weight for weight in embedded):
+                rows = min(rows, len(parameter))
+            if (rows, *width) != parameter.shape:
+                return False
+        return True
 
     def rows(self, name: str, first: int, stop: int) -> Tensor:
         """Reads the rows `first` .. `stop` - 1 of a weight, in the dtype of the model.

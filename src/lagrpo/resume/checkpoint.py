@@ -59,6 +59,7 @@ class Inputs:
     model_files: ModelFiles  # the entries of the model's other files
     data: Digests
     """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
+    teacher: str | None = None  # the fingerprint of the model of loss.reference
 
 
 # Writing
@@ -91,7 +92,7 @@ def save_checkpoint(
 
     weights_by_version: dict[int, Mapping[str, Tensor]] = {}
     reference_version = None
-    if trainer.reference is not None:
+    if trainer.reference is not None and not trainer.has_teacher:
         reference_version = trainer.reference.version
         weights_by_version[reference_version] = trainer.reference.weights
     alpha_version = None
@@ -123,6 +124,7 @@ def save_checkpoint(
         "data": inputs.data,
         "model": inputs.model,
         "model_files": inputs.model_files,
+        "teacher": inputs.teacher,
     }
 
     def fill(directory: Path, digests: dict[str, FileDigest]) -> None:
@@ -237,6 +239,11 @@ def restore_checkpoint(
     if inputs.model != state["model"]:
         raise SettingsError(
             f"model.path = {inputs.model_path!r} is not the model that the run started with"
+        )
+    if inputs.teacher != state.get("teacher"):  # older checkpoints do not have it
+        raise SettingsError(
+            "loss.reference is not the model that the run started with: restore it, or start a new "
+            "run"
         )
     with as_settings_error():
         # Older checkpoints do not have these.

@@ -38,7 +38,7 @@ from lagrpo.runs.files import (
     write_directory_atomically,
     write_table,
 )
-from lagrpo.runs.rollouts import reward_columns, rollout_schema
+from lagrpo.runs.rollouts import REFERENCE_COLUMNS, reward_columns, rollout_schema
 from lagrpo.types import JsonObject, JsonView
 
 BEST = "evaluation.json"
@@ -106,7 +106,8 @@ class Run:
         """Writes rollouts/step-STEP.parquet, with the rows of `rollouts.rollout_rows`."""
         reward_names = list(reward_columns(rows[0])) if rows else []
         file = self.path / "rollouts" / f"step-{step:06d}.parquet"
-        return write_table(file, rows, rollout_schema(reward_names))
+        reference = [name for name in REFERENCE_COLUMNS if any(name in row for row in rows)]
+        return write_table(file, rows, rollout_schema(reward_names, reference))
 
     def record_evaluation(self, name: str, summary: JsonView, records: Sequence[JsonView]) -> Path:
         """Writes evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json.

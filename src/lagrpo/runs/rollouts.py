@@ -27,18 +27,22 @@ COLUMNS = """
     advantage:double  excluded_reason:string  group_std:double
     old_logprobs:float[]  entropy:float[]
 """
+REFERENCE_COLUMNS = {"ref_logprobs": "float[]", "ref_prompt_token_ids": "int32[]"}
+"""Columns of runs whose loss reads log π_ref; the prompt if the reference sees another one."""
 REWARD = "reward_"
 """The beginning of the columns of several rewards."""
 
 
-def rollout_schema(rewards: Sequence[str] = ()) -> Any:
+def rollout_schema(rewards: Sequence[str] = (), reference: Sequence[str] = ()) -> Any:
     """Returns the Arrow schema.
 
-    Several `rewards` have a column each, and `correct` says what they decide.
+    Several `rewards` have a column each, and `correct` says what they decide. `reference` names
+    those of REFERENCE_COLUMNS that the run has.
     """
     import pyarrow as pa
 
     entries = COLUMNS.split()
+    entries += [f"{name}:{REFERENCE_COLUMNS[name]}" for name in reference]
     entries += [f"{REWARD}{name}:double" for name in rewards]
     if rewards:
         entries.append("correct:bool")
@@ -80,8 +84,11 @@ def rollout_rows(
             row |= _completion_columns(completion, policy_version, rewards)
             row["advantage"] = more.get("advantage")
             row["group_std"] = more.get("group_std")
-            for name in ("old_logprobs", "entropy"):
-                row[name] = _spread(more.get(name), row["loss_mask"])
+            for name in ("old_logprobs", "entropy", "ref_logprobs"):
+                if name in more or name not in REFERENCE_COLUMNS:
+                    row[name] = _spread(more.get(name), row["loss_mask"])
+            if group.prompt.reference_token_ids:
+                row["ref_prompt_token_ids"] = list(group.prompt.reference_token_ids)
             reason = row["outcome"]
             if reason == OutcomeKind.SCORED:
                 reason = more.get("excluded_reason", ExcludedReason.NOT_EXCLUDED.value)

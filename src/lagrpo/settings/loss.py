@@ -11,8 +11,8 @@ from lagrpo.settings.section import Section, Table
 KNOBS = {"kl_estimator": "kl"}
 """Settings of [loss] whose knob in core/recipes.py has another name."""
 
-TERMS = ("entropy_coef", "entropy_target")
-"""Settings of [loss] that do not belong to a recipe: any recipe may have the entropy term."""
+OUTSIDE_RECIPES = ("reference", "reference_prompt", "entropy_coef", "entropy_target")
+"""Settings of [loss] that are no knobs of a recipe."""
 
 LARGEST_ENTROPY_COEF = 10.0
 """The largest coefficient that loss.entropy_target leads to. Without it, a target that is out of
@@ -26,6 +26,10 @@ class LossSettings(Section):
     """Loss: a name of lagrpo recipes, or package.module:name of your own"""
     beta: float | None = None
     """Weight of KL(policy, reference); 0: no reference; default here and below: the recipe's"""
+    reference: str | None = None
+    """Model whose log-probs the loss compares with: hub id or directory; default: model.path"""
+    reference_prompt: str | None = None
+    """What the reference sees as prompt: a Jinja text, or a file with it (docs/distillation.md)"""
     kl_estimator: str | None = None
     """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
     epsilon: float | None = None
@@ -83,7 +87,9 @@ class LossSettings(Section):
     @property
     def _named_knobs(self) -> Table:
         """The knobs set by a named setting such as loss.epsilon, by their paths."""
-        values = self.model_dump(exclude={"recipe", "overrides", *TERMS}, exclude_none=True)
+        values = self.model_dump(
+            exclude={"recipe", "overrides", *OUTSIDE_RECIPES}, exclude_none=True
+        )
         return {KNOBS.get(name, name): value for name, value in values.items()}
 
     @property

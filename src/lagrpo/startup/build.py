@@ -12,11 +12,11 @@ from functools import partial
 
 from lagrpo.core.objective import Recipe
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
-from lagrpo.distributed.ranks import Ranks, add_up
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import as_settings_error
 from lagrpo.logs import print_text
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
+from lagrpo.model.loading import check_attention
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
 from lagrpo.resume.checkpoint import Inputs
@@ -42,6 +42,7 @@ from lagrpo.startup.build_tasks import (
     set_up_tasks,
     warn_of_trained_prompts,
 )
+from lagrpo.startup.teacher import build_teacher, check_finite_rows, check_teacher
 from lagrpo.tasks import Task
 from lagrpo.training import fsdp
 from lagrpo.training.entropy import EntropyTerm
@@ -98,6 +99,8 @@ def build_run(
         with as_settings_error():
             check_places(recorded or {}, places)
 
+        longest = settings.max_sequence_length + max_reply_tokens(settings, *loaded.values())
+        check_teacher(settings, longest)
         policy, servers = load_policy_and_servers(settings, loaded, ranks, started, undo)
         check_same_model(ranks, policy)
 
@@ -108,7 +111,10 @@ def build_run(
         offline = build_offline(settings, recipe, policy, records) if records else None
 
         backend = policy.model.backend
-        trainer = build_trainer(settings, recipe, policy, ranks)
+        teacher = None
+        if settings.loss.reference is not None:
+            teacher = build_teacher(settings, policy, longest, ranks)
+        trainer = build_trainer(settings, recipe, policy, ranks, teacher)
         # The trainer may have sharded the policy. Only vLLM samples without whole weights here.
         policy = trainer.policy
         if trainer.skeleton is not None and not settings.rollout.uses_vllm:
@@ -130,6 +136,7 @@ def build_run(
                 model=fingerprint(trainer.policy.all_weights),
                 model_files=read_model_files(resolve_model(settings.model.path)),
                 data=data,
+                teacher=None if teacher is None else fingerprint(teacher.all_weights),
             ),
             trainer=trainer,
             sampling=Sampling(
@@ -163,11 +170,13 @@ def load_policy_and_servers(
     return with_start(policy, started, ranks), servers
 
 
-def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> Trainer:
-    """Returns the trainer, with a reference if the recipe has a KL term.
+def build_trainer(
+    settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks, teacher: Policy | None = None
+) -> Trainer:
+    """Returns the trainer, with a reference if the recipe reads log π_ref.
 
-    If layers are sharded, it reads the weights of the policy, and checks them. Collective then, and
-    raises SettingsError.
+    The reference is `teacher`, or a copy of the policy. If layers are sharded, the weights of the
+    policy are read and checked here. Collective then, and raises SettingsError.
     """
     optimizer = settings.optimizer
     schedule = settings.schedule
@@ -187,39 +196,27 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
         updates=schedule.batches * schedule.num_iterations,
         seed=settings.run.seed,
     )
-    reference = None
+    reference = teacher
     if ranks.mesh is not None:
         policy = fsdp.without_panels(policy)
-        if recipe.needs_pi_ref:
+        if recipe.needs_pi_ref and teacher is None:
             reference = fsdp.copy_sharded(policy, ranks.mesh)
-    elif recipe.needs_pi_ref:
+    elif recipe.needs_pi_ref and teacher is None:
         reference = copy_policy(policy)
-    with loading(settings.model):
+    with loading(settings.model.path):
         trainer = Trainer(
             policy,
             recipe,
             optimization,
             reference,
+            has_teacher=teacher is not None,
             entropy=EntropyTerm(settings.loss.entropy_coef, settings.loss.entropy_target),
             activation_checkpointing=optimizer.gradient_checkpointing,
             ranks=ranks,
         )
         if isinstance(policy.weights, StoredWeights):
-            check_finite_rows(trainer)
+            check_finite_rows(trainer.policy, ranks)
             check_attention(trainer.policy)
             fsdp.free_gathered(trainer.policy.model)
             trainer.load_reference()
     return trainer
-
-
-def check_finite_rows(trainer: Trainer) -> None:
-    """Raises ValueError for a weight with values that are not finite, if layers are sharded.
-
-    Each rank looks at its own rows, in float32: a master is finite if its weight is. Collective.
-    """
-    counts: dict[str, float] = {}
-    for span, master in zip(trainer.masters.spans, trainer.masters.parameters, strict=True):
-        counts[span.name] = count_not_finite(master)
-    shapes = trainer.policy.weights.shapes()
-    for name, count in add_up(trainer.ranks.gather(counts)).items():
-        raise_if_not_finite(name, int(count), shapes[name].numel(), trainer.policy.dtype)

@@ -41,7 +41,7 @@ def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> lis
     """
     if not settings.rollout.uses_vllm:
         return []
-    with loading(settings.model):
+    with loading(settings.model.path):
         path = resolve_model(settings.model.path)
         check_files(path)
         check_context(load_config(path), settings.max_sequence_length + reply_tokens)

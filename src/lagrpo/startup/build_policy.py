@@ -36,20 +36,28 @@ logger = logging.getLogger("lagrpo")
 
 
 def build_policy(
-    model: ModelSettings, tau: float, longest: int, seed: int = 0, *, is_sharded: bool = False
+    model: ModelSettings,
+    tau: float,
+    longest: int,
+    seed: int = 0,
+    *,
+    is_sharded: bool = False,
+    teaches: Chat | None = None,
 ) -> Policy:
     """Returns the policy at temperature tau, for sequences of `longest` tokens.
 
     `seed` keys the start of adapters. With `is_sharded` the weights stay in their files until the
-    trainer shards the policy, if the files allow it. Raises SettingsError.
+    trainer shards the policy, if the files allow it. With `teaches` it is the teacher of a policy
+    with this chat, loss.reference. Raises SettingsError.
     """
+    setting = "model.path" if teaches is None else "loss.reference"
     device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with as_settings_error("LAGRPO_KERNELS", NoKernels):
         backend = choose_backend(chosen_kernels(), device, dtype)
     template = chat_template(model)
     lora = lora_of(model, seed)
-    with loading(model):
+    with loading(model.path, setting):
         path = resolve_model(model.path)
         base_path = path
         if is_adapter(path):
@@ -63,6 +71,7 @@ def build_policy(
                 tau,
                 chat_template=template,
                 template_kwargs=model.chat_template_kwargs,
+                teaches=teaches,
             )
             if policy is not None:
                 return policy
@@ -75,11 +84,13 @@ def build_policy(
             backend=backend,
             lora=lora,
             template_kwargs=model.chat_template_kwargs,
+            teaches=teaches,
         )
     if is_sharded:
         logger.warning(
-            "model.path: every rank has loaded the whole model, because its files have other names "
-            "than the model's weights; a copy by save_pretrained of transformers avoids that"
+            "%s: every rank has loaded the whole model, because its files have other names "
+            "than the model's weights; a copy by save_pretrained of transformers avoids that",
+            setting,
         )
     return policy
 
@@ -91,7 +102,7 @@ def build_outline(model: ModelSettings, longest: int) -> Policy:
     """
     dtype = getattr(torch, pick_dtype(model.dtype, pick_device())[0])
     template = chat_template(model)
-    with loading(model):
+    with loading(model.path):
         path = resolve_model(model.path)
         check_context(load_config(path), longest)
         return outline_policy(path, dtype, template, model.chat_template_kwargs)
@@ -102,7 +113,7 @@ def load_prompt_chat(model: ModelSettings) -> Chat:
 
     Loads no weights. Raises SettingsError.
     """
-    with loading(model):
+    with loading(model.path):
         path = resolve_model(model.path)
         tokenizer = check_files(path)
         vocabulary = load_config(path).get_text_config().vocab_size
@@ -130,8 +141,8 @@ def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
 
 
 @contextmanager
-def loading(model: ModelSettings) -> Generator[None]:
-    """Turns errors of the body, which reads a model, into a SettingsError.
+def loading(name: str, setting: str = "model.path") -> Generator[None]:
+    """Turns errors of the body, which reads the model of a setting, into a SettingsError.
 
     transformers prints only errors meanwhile.
     """
@@ -142,15 +153,15 @@ def loading(model: ModelSettings) -> Generator[None]:
         if isinstance(error, SettingsError):
             raise
         origin = ""
-        if not Path(model.path).expanduser().is_dir():
+        if not Path(name).expanduser().is_dir():
             origin = " (not a directory here, so from the hub)"
         reason = str(error).partition("\n")[0]
         raise SettingsError(
-            f"model.path = {model.path!r}{origin}: the model cannot be loaded: {reason}"
+            f"{setting} = {name!r}{origin}: the model cannot be loaded: {reason}"
         ) from error
 
 
-def check_same_model(ranks: Ranks, policy: Policy) -> None:
+def check_same_model(ranks: Ranks, policy: Policy, setting: str = "model.path") -> None:
     """Raises SettingsError if another rank has another model. Collective."""
     weights = policy.all_weights
     if isinstance(weights, StoredWeights):
@@ -160,4 +171,4 @@ def check_same_model(ranks: Ranks, policy: Policy) -> None:
     digests = ranks.gather(digest)
     for rank, other in enumerate(digests):
         if other != digests[0]:
-            raise SettingsError(f"model.path: model weights differ between ranks 0 and {rank}")
+            raise SettingsError(f"{setting}: model weights differ between ranks 0 and {rank}")

@@ -17,6 +17,7 @@ from lagrpo.distributed.torchrun import local_size, read_count
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
+from lagrpo.model.reference_prompt import ReferencePrompt
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool, count_workers
 from lagrpo.rewards.reward import RewardFunction, Rewards
@@ -127,6 +128,10 @@ def build_prompts(
     """
     sources: dict[str, PromptSource] = {}
     sampling = settings.rollout
+    reference_prompt = None
+    if settings.loss.reference_prompt is not None:
+        with as_settings_error("loss.reference_prompt"):
+            reference_prompt = ReferencePrompt.read(settings.loss.reference_prompt)
     sampled_prompts = settings.schedule.prompts_per_batch - settings.offline_prompts
     for name, task in tasks.items():
         episodes = build_episodes(
@@ -146,6 +151,7 @@ def build_prompts(
                 sampled_prompts,
                 sampling.max_prompt_length,
                 episodes,
+                reference_prompt if name == MAIN_TASK else None,
             )
     return sources
 

@@ -13,6 +13,7 @@ from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled, sug
 from lagrpo.logs import find_secret
 from lagrpo.machine import visible_gpus
 from lagrpo.model.embedded import check_path, is_adapter
+from lagrpo.model.reference_prompt import ReferencePrompt
 from lagrpo.resume.changes import find_changes, find_run
 from lagrpo.rewards.reward import load_function
 from lagrpo.runs.directory import check_new, check_writable
@@ -92,6 +93,7 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
             f"loss.recipe = {recipe.name!r} reads the staleness of samples, which "
             "offline.data does not have: choose another recipe"
         )
+    check_reference(settings, recipe)
     for name in ("scale_lr_by_ess", "scale_lr_by_kl"):
         is_on = bool(getattr(settings.optimizer, name))
         if settings.offline.data and is_on and not recipe.needs_rollout_logp:
@@ -107,6 +109,33 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
                 "choose another name"
             )
     return recipe
+
+
+def check_reference(settings: Settings, recipe: Recipe) -> None:
+    """Raises SettingsError for settings of the reference that contradict others, or cannot act."""
+    loss = settings.loss
+    for name in ("reference", "reference_prompt"):
+        if getattr(loss, name) is not None and not recipe.needs_pi_ref:
+            raise SettingsError(
+                f"loss.{name} is set, but loss.recipe = {recipe.name!r} reads no reference: set "
+                "loss.beta above 0, or choose a recipe that reads pi_ref (lagrpo recipes)"
+            )
+    if loss.reference is not None:
+        with as_settings_error("loss.reference"):
+            check_path(loss.reference)
+        if settings.schedule.ref_sync_every is not None:
+            raise SettingsError(
+                "schedule.ref_sync_every makes the policy the reference, but loss.reference is "
+                "another model: unset one of them"
+            )
+    if loss.reference_prompt is not None:
+        if settings.offline.data:
+            raise SettingsError(
+                "loss.reference_prompt is for prompts of a task, and offline.data has others: "
+                "unset one of them"
+            )
+        with as_settings_error("loss.reference_prompt"):
+            ReferencePrompt.read(loss.reference_prompt)
 
 
 def check_stop_rule(settings: Settings) -> None:

@@ -27,6 +27,7 @@ from lagrpo.startup.build_tasks import (
     warn_of_trained_prompts,
 )
 from lagrpo.startup.explain import print_meaning
+from lagrpo.startup.teacher import check_teacher
 from lagrpo.tasks import Task
 
 
@@ -43,6 +44,7 @@ def explain_run(settings: Settings, recipe: Recipe, task: Task | None) -> None:
         with as_settings_error("vllm"):
             find_python()
     longest = settings.max_sequence_length + max_reply_tokens(settings, *tasks.values())
+    check_teacher(settings, longest)
     outline = build_outline(settings.model, longest)
     with ExitStack() as undo:
         prompts = build_prompts(settings, tasks, outline, undo)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tomli_w
 import torch
@@ -36,6 +36,7 @@ from lagrpo.startup.checks import server_shares_gpu
 from lagrpo.startup.memory import (
     Computation,
     ModelSizes,
+    Teacher,
     Term,
     check_memory,
     expected_memory,
@@ -45,6 +46,7 @@ from lagrpo.startup.memory import (
     memory_warning,
     needs,
 )
+from lagrpo.startup.teacher import SETTING, find_base, teacher_dtype
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of
 from lagrpo.training.entropy import check_entropy_target
@@ -63,6 +65,7 @@ def meaning(
     """
     return [
         f"recipe      {_recipe(settings, recipe)}",
+        *_reference(settings),
         *_entropy_term(settings),
         *_rate_control(settings),
         *_notes(recipe, settings),
@@ -117,6 +120,17 @@ def _recipe(settings: Settings, recipe: Recipe) -> str:
     if not changes:
         return f"{recipe.name}: {recipe.formula}"
     return f"{recipe.name} with {', '.join(changes)}; the recipe alone: {recipe.formula}"
+
+
+def _reference(settings: Settings) -> list[str]:
+    """A line about a reference that is not simply the policy at the start."""
+    loss = settings.loss
+    if loss.reference is None and loss.reference_prompt is None:
+        return []
+    text = loss.reference or "the policy at the start"
+    if loss.reference_prompt is not None:
+        text += ", which sees the prompts of loss.reference_prompt"
+    return [f"reference   {text}"]
 
 
 def _entropy_term(settings: Settings) -> list[str]:
@@ -371,10 +385,27 @@ def memory_of_run(settings: Settings, recipe: Recipe) -> Memory:
     Raises SettingsError for a model that cannot be trained.
     """
     lm = empty_model(settings)
-    computation = computation_of(settings, lm, world_size())
+    computation = computation_of(settings, lm, world_size(), settings.model.dtype)
     with as_settings_error("model.lora_r"):
         sizes = ModelSizes.of(lm, lora_of(settings.model))
-    return Memory(expected_memory(sizes, settings, recipe, computation), sizes, computation)
+    terms = expected_memory(sizes, settings, recipe, computation, teacher_of(settings))
+    return Memory(terms, sizes, computation)
+
+
+def teacher_of(settings: Settings) -> Teacher | None:
+    """The sizes of the model of loss.reference, by its config; None without one.
+
+    Adapters of it are too small to count.
+    """
+    name = settings.loss.reference
+    if name is None:
+        return None
+    with loading(name, SETTING):
+        config = load_config(find_base(resolve_model(name)))
+        check_supported(config)
+        lm = without_weights(config)
+    computation = computation_of(settings, lm, world_size(), teacher_dtype(config))
+    return Teacher(ModelSizes.of(lm, None), computation)
 
 
 def _memory_lines(memory: Memory, *, has_table: bool) -> list[str]:
@@ -394,10 +425,15 @@ def _memory_lines(memory: Memory, *, has_table: bool) -> list[str]:
     return lines
 
 
-def computation_of(settings: Settings, lm: PreTrainedModel, ranks: int) -> Computation:
+def computation_of(
+    settings: Settings,
+    lm: PreTrainedModel,
+    ranks: int,
+    dtype_setting: Literal["auto", "bfloat16", "float32"],
+) -> Computation:
     """Returns what computes a model, which may be on the meta device, on this machine."""
     device = pick_device()
-    dtype = getattr(torch, pick_dtype(settings.model.dtype, device)[0])
+    dtype = getattr(torch, pick_dtype(dtype_setting, device)[0])
     with as_settings_error("LAGRPO_KERNELS", NoKernels):
         backend = choose_backend(chosen_kernels(), device, dtype)
     is_sharded = ranks > 1 and settings.distributed.strategy == "fsdp2"
@@ -424,15 +460,20 @@ def empty_model(settings: Settings) -> PreTrainedModel:
 
     Raises SettingsError for an unsupported one, and for sequences that are too long for it.
     """
-    from transformers import AutoModelForCausalLM
-
-    with loading(settings.model):
+    with loading(settings.model.path):
         config = load_config(resolve_model(settings.model.path))
         check_supported(config)
         check_context(config, settings.max_sequence_length)
         check_entropy_target(settings.loss.entropy_target, config.get_text_config().vocab_size)
-        with torch.device("meta"):
-            return cast(
-                "PreTrainedModel",
-                AutoModelForCausalLM.from_config(config, trust_remote_code=False),
-            )
+        return without_weights(config)
+
+
+def without_weights(config: Any) -> PreTrainedModel:
+    """The model of a config, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return cast(
+            "PreTrainedModel",
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False),
+        )

@@ -8,7 +8,7 @@ P parameters, of which P_t are trained (all, or the adapters), in a dtype of s b
     term                  zero1           fsdp2
     weights               s P             0: the masters are the weights
     weights that sample   s P             s P, and s P to evaluate
-    reference weights     s P             s P / R
+    reference weights     s P             s P / R, P and s of the teacher if there is one
     master weights        4 P_t / R       4 P / R
     gradient              4 P_t           4 P / R
     optimizer states      8 P_t / R       8 P / R
@@ -149,6 +149,14 @@ class Computation:
 
 
 @dataclass(frozen=True, slots=True)
+class Teacher:
+    """A reference that is another model: its sizes, and what computes it."""
+
+    sizes: ModelSizes
+    computation: Computation
+
+
+@dataclass(frozen=True, slots=True)
 class Term:
     """Memory of a rank for one purpose: its bytes, when it is taken, and what lowers it."""
 
@@ -175,12 +183,16 @@ class LargestMicroBatch:
 
 
 def expected_memory(
-    sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
+    sizes: ModelSizes,
+    settings: Settings,
+    recipe: Recipe,
+    computation: Computation,
+    teacher: Teacher | None = None,
 ) -> list[Term]:
     """Returns the terms of the memory of a rank, without those that are 0."""
     micro_batch = largest_micro_batch(settings, recipe, computation)
     terms = [
-        *_weights(sizes, settings, recipe, computation),
+        *_weights(sizes, settings, recipe, computation, teacher),
         *_optimizer(sizes, settings, computation, micro_batch),
         *_learning(sizes, settings, computation, micro_batch),
         *_sampling(sizes, settings, computation),
@@ -228,15 +240,18 @@ def _is_sharded(settings: Settings, computation: Computation) -> bool:
 
 
 def _weights(
-    sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
+    sizes: ModelSizes,
+    settings: Settings,
+    recipe: Recipe,
+    computation: Computation,
+    teacher: Teacher | None,
 ) -> list[Term]:
     """The policy, the copy that samples, and the reference, with their packed weights."""
     s = computation.itemsize
     is_sharded = _is_sharded(settings, computation)
     samples_here = settings.rollout.engine == "local"
     whole = s * sizes.parameters
-    # All products, also the head's.
-    packed = 2 * (sizes.in_layers + sizes.head) if computation.packed else 0
+    packed = _packed(sizes, computation)
     adapters = s * sizes.adapters * (2 if computation.packed else 1)
     # Copies have empty weights instead of packed ones.
     copied = s * sizes.embedded * sizes.head + packed if packed else whole
@@ -252,13 +267,26 @@ def _weights(
     if samples_here and is_sharded:
         sampler += whole + packed
     reference = 0
-    if recipe.needs_pi_ref:
+    advice = "loss.beta = 0"
+    if teacher is not None:
+        reference = teacher.computation.itemsize * teacher.sizes.parameters
+        advice = "a smaller loss.reference"
+        if is_sharded:
+            reference //= computation.ranks
+        else:
+            reference += _packed(teacher.sizes, teacher.computation)
+    elif recipe.needs_pi_ref:
         reference = whole // computation.ranks if is_sharded else copied
     return [
         Term("weights", weights, _shard_or_shrink(computation)),
         Term("weights that sample", sampler, 'rollout.engine = "vllm"'),
-        Term("reference weights", reference, "loss.beta = 0"),
+        Term("reference weights", reference, advice),
     ]
+
+
+def _packed(sizes: ModelSizes, computation: Computation) -> int:
+    """The bytes of the packed weights of a model, the head's included."""
+    return 2 * (sizes.in_layers + sizes.head) if computation.packed else 0
 
 
 def _shard_or_shrink(computation: Computation) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -138,6 +139,20 @@ class MicroBatch:
     def with_logprobs(self, old_logp_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
         """Returns the row with log π_k and the entropy of π_k."""
         return replace(self, old_logp_T=old_logp_T, entropy_T=entropy_T)
+
+    def seen_by_reference(self) -> MicroBatch:
+        """Returns the row with the prompts that the reference sees; itself if they are the same.
+
+        The completions, and the order of their tokens, stay as they are.
+        """
+        if not any(group.prompt.reference_token_ids for group in self.batch.groups):
+            return self
+        pieces = [
+            list(piece)
+            for _, piece in groupby(self.members, key=lambda c: self.batch.member_C[c][0])
+        ]
+        packed = _pack_tokens(self.batch, pieces, self.weight_C.device, for_reference=True)
+        return replace(self, packed=packed)
 
     def loss_inputs(
         self, logp_T: Tensor, version: int, step: Mapping[str, Tensor] | None = None
@@ -300,22 +315,13 @@ def _pieces(batch: Batch, wanted_C: Tensor, tokens: int) -> list[list[int]]:
 def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
-    groups: list[tuple[tuple[int, ...], list[Tensor]]] = []
-    for piece in pieces:
-        prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
-        groups.append((prompt.token_ids, [batch.completion(c).token_ids for c in piece]))
-    row = Packed.build(groups, device)
-    # Tokens that were not sampled stay as context: the model reads them, and no number of the
-    # objective covers them.
     is_sampled_T = torch.cat([c.sampled for c in completions])
-    is_kept = is_sampled_T.to(device)
-    layout = replace(row.layout, logit_rows=row.layout.logit_rows[is_kept])
     rollout_logp_T = None
     if bool(batch.has_logp_C[members].all()):
         rollout_logp_T = torch.cat([c.rollout_logp for c in completions])[is_sampled_T].to(device)
     versions = torch.cat([c.versions for c in completions])
     return MicroBatch(
-        packed=replace(row, layout=layout, token_ids=row.token_ids[is_kept]),
+        packed=_pack_tokens(batch, pieces, device),
         members=tuple(members),
         rollout_logp_T=rollout_logp_T,
         version_T=versions[is_sampled_T].to(device),
@@ -328,3 +334,31 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
         finished_C=torch.tensor([c.finished for c in completions]).to(device),
         batch=batch,
     )
+
+
+def _pack_tokens(
+    batch: Batch,
+    pieces: list[list[int]],
+    device: torch.device | str,
+    *,
+    for_reference: bool = False,
+) -> Packed:
+    """Packs the tokens of completions behind their prompts.
+
+    With `for_reference` the prompts are the ones that the reference sees.
+    """
+    groups: list[tuple[tuple[int, ...], list[Tensor]]] = []
+    is_sampled: list[Tensor] = []
+    for piece in pieces:
+        prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
+        prompt_ids = prompt.token_ids
+        if for_reference and prompt.reference_token_ids:
+            prompt_ids = prompt.reference_token_ids
+        groups.append((prompt_ids, [batch.completion(c).token_ids for c in piece]))
+        is_sampled += [batch.completion(c).sampled for c in piece]
+    row = Packed.build(groups, device)
+    # Tokens that were not sampled stay as context: the model reads them, and no number of the
+    # objective covers them.
+    is_kept_T = torch.cat(is_sampled).to(device)
+    layout = replace(row.layout, logit_rows=row.layout.logit_rows[is_kept_T])
+    return replace(row, layout=layout, token_ids=row.token_ids[is_kept_T])

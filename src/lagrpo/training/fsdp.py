@@ -356,10 +356,10 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copies π_version into the shards, from whole weights or from other shards.
+        """Copies π_version into the shards, from whole weights, other shards, or stored weights.
 
-        Nothing travels between ranks if `weights` has the same shards. Raises ValueError for other
-        names or shapes.
+        Nothing travels between ranks if `weights` has the same shards or is stored in files. Raises
+        ValueError for other names or shapes.
         """
         free_gathered(self._model)
         check_weights(weights, self.shapes(), version)
@@ -370,6 +370,10 @@ class ShardedWeights(Weights):
             shard = local_shard(self.shards[name])
             if isinstance(weights, ShardedWeights):
                 shard.copy_(local_shard(weights.shards[name]).to(self._dtype))
+            elif isinstance(weights, StoredWeights):
+                first_row, stop_row = local_rows(self.shards[name])
+                if first_row < stop_row:
+                    shard.copy_(weights.rows(name, first_row, stop_row))
             else:
                 span = local_span(name, self.shards[name])
                 shard.copy_(span.select(weights[name]).view(shard.shape))

@@ -299,7 +299,7 @@ def completion_columns(step: Step, eps_std: float) -> list[list[JsonObject]]:
     """Returns the columns of the rollouts that a completion itself does not have, per group.
 
     A completion that was not scored has none. old_logprobs and entropy are float32 [t], or None if
-    they were not computed.
+    they were not computed. ref_logprobs are there if the updates read them.
     """
     batch = step.batch
     columns: list[list[JsonObject]] = [[{} for _ in group.completions] for group in batch.groups]
@@ -318,6 +318,8 @@ def completion_columns(step: Step, eps_std: float) -> list[list[JsonObject]]:
                 "old_logprobs": None if record is None else record.old_logp,
                 "entropy": None if record is None else record.entropy,
             }
+            if record is not None and record.ref_logp is not None:
+                columns[g][j]["ref_logprobs"] = record.ref_logp
     return columns
 
 

@@ -95,6 +95,8 @@ class CompletionRecord:
     that updates leave out"""
     log_ratio: Tensor
     """log π_k - log α, float64, nats; NaN where log α is unknown"""
+    ref_logp: Tensor | None = None
+    """log π_ref, float32, nats; None if the update does not read it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +113,17 @@ class Records:
     kl_C: Tensor
 
     @staticmethod
-    def build(batch: Batch, logprobs: Mapping[int, tuple[Tensor, Tensor | None]]) -> Records:
-        """Returns the records of the completions whose log π_k and entropy these are."""
+    def build(
+        batch: Batch, logprobs: Mapping[int, tuple[Tensor, Tensor | None, Tensor | None]]
+    ) -> Records:
+        """Returns the records of the completions with these log π_k, entropy and log π_ref."""
         by_completion: dict[int, CompletionRecord] = {}
         log_ratio_C, kl_C = torch.full((2, len(batch.member_C)), math.nan, dtype=torch.float64)
-        for c, (old_logp_T, entropy_T) in logprobs.items():
+        for c, (old_logp_T, entropy_T, ref_logp_T) in logprobs.items():
             completion = batch.completion(c)
             rollout_logp_T = completion.rollout_logp[completion.sampled]
             log_ratio_T = (old_logp_T - rollout_logp_T).double()
-            by_completion[c] = CompletionRecord(old_logp_T, entropy_T, log_ratio_T)
+            by_completion[c] = CompletionRecord(old_logp_T, entropy_T, log_ratio_T, ref_logp_T)
             log_ratio_C[c] = log_ratio_T.sum()
             kl_C[c] = (torch.expm1(log_ratio_T) - log_ratio_T).sum()
         return Records(by_completion, log_ratio_C, kl_C)
@@ -138,16 +142,21 @@ def record_completions(
     batch: Batch, rows: Sequence[MicroBatch], ranks: Ranks | None = None
 ) -> Records:
     """Returns the records of the completions in the rows of all ranks. Collective."""
-    logprobs: dict[int, tuple[Tensor, Tensor | None]] = {}
+    logprobs: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
     for row in rows:
         assert row.old_logp_T is not None, "the row has no log π_k yet"
         # The tokens of a row lie completion after completion, in the order of its members.
         lengths = to_ints(row.completion_T.bincount(minlength=len(row.members)))
         old_logps = split(row.old_logp_T.float().cpu(), lengths)
-        entropies: Sequence[Tensor | None] = [None] * len(lengths)
+        unknown: Sequence[Tensor | None] = [None] * len(lengths)
+        entropies = unknown
         if row.entropy_T is not None:
             entropies = split(row.entropy_T.float().cpu(), lengths)
-        logprobs |= dict(zip(row.members, zip(old_logps, entropies, strict=True), strict=True))
+        ref_logps = unknown
+        if row.ref_logp_T is not None:
+            ref_logps = split(row.ref_logp_T.float().cpu(), lengths)
+        values = zip(old_logps, entropies, ref_logps, strict=True)
+        logprobs |= dict(zip(row.members, values, strict=True))
     return Records.build(batch, dict((ranks or Ranks()).join(list(logprobs.items()))))
 
 

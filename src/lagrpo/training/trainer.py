@@ -145,11 +145,12 @@ def deterministic(model: Model) -> Generator[None]:
 
 
 class Trainer:
-    """Steps `policy` along the objective of `recipe`, with `reference` = π_ref if it has a KL term.
+    """Steps `policy` along the objective of `recipe`, with `reference` = π_ref if it reads that.
 
     `policy.version` counts the updates. All `ranks` have the same weights. If they shard layers,
     the given policy is used up: the trainer's is `trainer.policy`, and `reference` is made by
-    `copy_sharded`.
+    `copy_sharded`. With `has_teacher` the reference is another model, which never changes;
+    otherwise it is a version of the policy.
     """
 
     def __init__(
@@ -159,19 +160,20 @@ class Trainer:
         optimization: Optimization,
         reference: Policy | None = None,
         *,
+        has_teacher: bool = False,
         entropy: EntropyTerm | None = None,
         activation_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(
-                f"recipe {recipe.name!r} has a KL term (beta > 0): "
-                "the trainer needs a reference policy"
+                f"recipe {recipe.name!r} reads log pi_ref: the trainer needs a reference policy"
             )
         self.policy = policy
         self.recipe = recipe
         self.optimization = optimization
         self.reference = reference
+        self.has_teacher = has_teacher
         self.entropy = entropy or EntropyTerm()
         self.rate_by_kl: RateByKl | None = None
         if optimization.full_rate_kl:
@@ -239,7 +241,8 @@ class Trainer:
         )
         if not recipe.needs_pi_ref:
             return rows
-        ref_logps = self.compute_logprobs(rows, self.reference)
+        seen_rows = [row.seen_by_reference() for row in rows]
+        ref_logps = self.compute_logprobs(seen_rows, self.reference)
         return [
             replace(row, ref_logp_T=logp_T) for row, logp_T in zip(rows, ref_logps, strict=True)
         ]
@@ -575,8 +578,8 @@ class Trainer:
             self.reset_optimizer()
 
     def load_reference(self) -> None:
-        """Sets π_ref <- π, if there is a reference."""
-        if self.reference is not None:
+        """Sets π_ref <- π, if there is a reference that is a version of the policy."""
+        if self.reference is not None and not self.has_teacher:
             self.reference.load(self.policy.weights, self.policy.version)
 
     # Checkpoints and weights

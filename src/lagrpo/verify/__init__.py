@@ -45,6 +45,7 @@ def verify_run(
         task_checks.check_rewards(recorded, task)
         readings = tokens.read_rows(recorded, count, seed)
         tokens.check_tokens(recorded, readings)
+        tokens.check_reference(recorded, readings)
         shifts.check_shifts(recorded, readings)
         row_checks.check_rows(recorded)
         row_checks.check_syncs(recorded)

@@ -14,6 +14,7 @@ import torch
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.files import load_tokenizer
+from lagrpo.model.reference_prompt import ReferencePrompt, is_text
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reasons import depends_on_machine
 from lagrpo.rewards.reward import Rewards
@@ -152,10 +153,20 @@ def _count_until_end(chat: Chat, tokens: Sequence[int], stop: Sequence[str]) -> 
     return None
 
 
+def load_reference_prompt(run: RecordedRun) -> ReferencePrompt | None:
+    """Loads the template of loss.reference_prompt; None without one."""
+    setting = run.settings.loss.reference_prompt
+    if setting is None:
+        return None
+    with as_settings_error("loss.reference_prompt"):
+        return ReferencePrompt.read(setting if is_text(setting) else str(find_path(run, setting)))
+
+
 def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
     """Checks the prompts of a step and their answers, by seed and step; with `chat`, the tokens."""
     size = task.size("train")
     seed = run.settings.run.seed
+    reference_prompt = load_reference_prompt(run)
     groups_so_far: Counter[int] = Counter()  # by step
     for members in groups_of(run.rows):
         first = members[0]
@@ -174,6 +185,9 @@ def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
             expected["prompt_id"] = int(order[index])
         if chat is not None:
             expected["prompt_token_ids"] = list(chat.tokenize(prompt).token_ids)
+            if reference_prompt is not None:
+                seen = chat.tokenize(reference_prompt.fill(prompt))
+                expected["ref_prompt_token_ids"] = list(seen.token_ids)
         for row in members:
             run.report.compare("prompts", row["where"], expected, row)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -48,21 +49,27 @@ def find_path(run: RecordedRun, name: str) -> Path:
     return start / Path(name).expanduser()
 
 
+def find_model(run: RecordedRun, name: str, setting: str) -> str:
+    """Returns what `from_pretrained` takes for the model of a setting."""
+    path = find_path(run, name)
+    with as_settings_error(setting):
+        is_directory = name not in ALIASES and path.is_dir()
+        return resolve_model(str(path) if is_directory else name)
+
+
 def find_weights(run: RecordedRun) -> dict[int, str]:
     """Returns the directory of each version on disk. Version 0 is the model of the settings."""
-    name = run.settings.model.path
-    path = find_path(run, name)
-    with as_settings_error("model.path"):
-        is_directory = name not in ALIASES and path.is_dir()
-        folders = {0: resolve_model(str(path) if is_directory else name)}
+    folders = {0: find_model(run, run.settings.model.path, "model.path")}
     for folder in sorted((run.path / "weights").glob("v[0-9]*")):
         version = int(folder.name.removeprefix("v"))
         folders[version] = str(folder)
     return folders
 
 
-def load_model(run: RecordedRun, folder: str) -> PreTrainedModel:
+def load_model(run: RecordedRun, folder: str, dtype_entry: str = "dtype") -> PreTrainedModel:
     """Loads a model, rounded to the run's dtype as in the run, that computes in float32.
+
+    `dtype_entry` is the entry of environment.json with that dtype.
 
     If only one of two computations rounds, they lie closer together. Raises SettingsError for a
     broken directory.
@@ -74,7 +81,7 @@ def load_model(run: RecordedRun, folder: str) -> PreTrainedModel:
         _check_adapter(Path(folder))
     logging.disable_progress_bar()
     with as_settings_error(), naming_damage(folder, f"{folder} cannot be loaded"):
-        dtype = getattr(torch, run.environment["dtype"])
+        dtype = getattr(torch, run.environment[dtype_entry])
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -200,17 +207,28 @@ def read_tokens(
 
 
 @torch.no_grad()
-def read_row(run: RecordedRun, model: PreTrainedModel, row: Row) -> Reading:
-    """Reads a completion in one forward pass over its whole sequence, without a cache."""
+def read_row(
+    run: RecordedRun,
+    model: PreTrainedModel,
+    row: Row,
+    *,
+    dtype: str,
+    prompt: str = "prompt_token_ids",
+    vocabulary: int | None = None,
+) -> Reading:
+    """Reads a completion in one forward pass over its whole sequence, without a cache.
+
+    The run computed in `dtype`. The column `prompt` has the tokens before the completion. Logits
+    beyond a `vocabulary` do not count.
+    """
     token_T = torch.tensor(row["token_ids"])
     T = len(token_T)
     key = (row["step"], row["epoch"], row["prompt_id"], row["sample_index"])
     uniform_T = torch.from_numpy(uniforms(T, run.settings.run.seed, "sample", *key))
-    sequence = torch.tensor([[*row["prompt_token_ids"], *row["token_ids"]]])  # [1, prompt + T]
+    sequence = torch.tensor([[*row[prompt], *row["token_ids"]]])  # [1, prompt + T]
     # The logits before each completion token; the last position predicts a token after the end.
     output = model(input_ids=sequence, use_cache=False, logits_to_keep=T + 1)
-    logits_TV = output.logits[0, :-1]
-    dtype = run.environment["dtype"]
+    logits_TV = output.logits[0, :-1, :vocabulary]
     hidden = hidden_noise(model, dtype, sequence.shape[1])
     chunk = max(1, MAX_PROBABILITIES // logits_TV.shape[1])
     pieces = []
@@ -235,7 +253,8 @@ def read_rows(run: RecordedRun, count: int | None, seed: int) -> list[RowReading
         # One model is in memory at a time.
         model = load_model(run, folder)
         for row in rows_of_version:
-            readings.append(RowReading(row, version, read_row(run, model, row)))
+            tokens = read_row(run, model, row, dtype=run.environment["dtype"])
+            readings.append(RowReading(row, version, tokens))
     return readings
 
 
@@ -314,3 +333,61 @@ def _check_logprobs(run: RecordedRun, reading: RowReading, column: str) -> None:
             recorded={column: recorded[t].item()},
             tolerance=tolerance[t].item(),
         )
+
+
+def check_reference(run: RecordedRun, readings: Sequence[RowReading]) -> None:
+    """Checks the recorded log π_ref of the completions that were read, token by token."""
+    rows = {reading.row["where"]: reading.row for reading in readings}
+    recorded_rows = [row for row in rows.values() if row.get("ref_logprobs")]
+    if not recorded_rows:
+        return
+    policy_folder = find_weights(run)[0]
+    if run.settings.loss.reference is not None:
+        folder = find_model(run, run.settings.loss.reference, "loss.reference")
+        _compare_reference(run, recorded_rows, folder, policy_folder, "reference_dtype")
+        return
+    rows_by_folder: defaultdict[str, list[Row]] = defaultdict(list)
+    folders = find_weights(run)
+    without_weights = 0
+    for row in recorded_rows:
+        folder = folders.get(_version_of_reference(run, row["step"]))
+        if folder is None:
+            without_weights += 1
+        else:
+            rows_by_folder[folder].append(row)
+    run.report.skip("log-probs of the reference: its version is not on disk", without_weights)
+    for folder, rows_of_version in rows_by_folder.items():
+        _compare_reference(run, rows_of_version, folder, policy_folder, "dtype")
+
+
+def _version_of_reference(run: RecordedRun, step: int) -> int:
+    """Returns the version that was the reference at a step: the policy's when the stage began."""
+    stage = run.settings.schedule.ref_sync_every
+    if stage is None or step <= stage:
+        return 0
+    first_step = step - (step - 1) % stage
+    return run.metrics[first_step].values["policy_version"]
+
+
+def _compare_reference(
+    run: RecordedRun, rows: Sequence[Row], folder: str, policy_folder: str, dtype_entry: str
+) -> None:
+    """Compares the log π_ref of rows with those of the model in a folder."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(policy_folder, trust_remote_code=False)
+    vocabulary = config.get_text_config().vocab_size
+    model = load_model(run, folder, dtype_entry)
+    for row in rows:
+        prompt = "ref_prompt_token_ids" if row.get("ref_prompt_token_ids") else "prompt_token_ids"
+        dtype = run.environment[dtype_entry]
+        reading = read_row(run, model, row, dtype=dtype, prompt=prompt, vocabulary=vocabulary)
+        for t, logp in enumerate(row["ref_logprobs"]):
+            if logp is not None:
+                run.report.compare(
+                    "ref_logprobs",
+                    f"{row['where']}, token {t}",
+                    expected={"ref_logprobs": reading.logp[t].item()},
+                    recorded={"ref_logprobs": logp},
+                    tolerance=MAX_NOISE * reading.deviation[t].item(),
+                )
