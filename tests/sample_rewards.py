@@ -53,6 +53,10 @@ def run_together(completions: list[str], **columns: object) -> list[float]:
     return [run(completion) for completion in completions]
 
 
+def constant(completion: str, answer: object) -> float:
+    return 0.5
+
+
 def correct(completion: str, answer: str) -> float:
     return float(answer in completion)
 

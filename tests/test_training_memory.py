@@ -19,6 +19,7 @@ from lagrpo.startup.memory import (
     KEYS_AND_VALUES,
     Computation,
     ModelSizes,
+    Teacher,
     Term,
     check_memory,
     expected_memory,
@@ -228,6 +229,24 @@ def test_cache_is_there_while_the_policy_learns_unless_the_run_drops_it(memory, 
     computation = Computation(itemsize=2, ranks=2, on_gpu=True, memory=memory)
     terms = expected_memory(MILLION, settings, check_settings(settings), computation)
     assert {term.name: term.phase for term in terms}[KEYS_AND_VALUES] == phase
+
+
+@pytest.mark.parametrize(
+    ("ranks", "packed", "size"),
+    [(1, False, 8_000_000), (1, True, 12_000_000), (4, False, 2_000_000)],
+    ids=["float32", "packed bfloat16", "in shards"],
+)
+def test_weights_of_a_teacher_count_by_its_own_size_and_dtype(ranks, packed, size):
+    settings = settings_with(loss={"beta": 0.1}, distributed={"strategy": "fsdp2"})
+    sizes = replace(MILLION, parameters=2_000_000 if not packed else 3_000_000, embedded=1)
+    own = replace(H100, itemsize=2 if packed else 4, ranks=ranks, on_gpu=False, packed=packed)
+    computation = replace(H100, ranks=ranks, on_gpu=False)
+    terms = expected_memory(
+        MILLION, settings, check_settings(settings), computation, Teacher(sizes, own)
+    )
+    assert [(t.size, t.advice) for t in terms if t.name == "reference weights"] == [
+        (size, "a smaller loss.reference")
+    ]
 
 
 @pytest.mark.parametrize(

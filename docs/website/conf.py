@@ -45,6 +45,7 @@ NAVIGATION = {
         "staleness",
         "algorithms",
         "own-loss",
+        "distillation",
         "elsewhere",
         "extending",
         "multi-turn",

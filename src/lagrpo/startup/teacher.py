@@ -121,7 +121,7 @@ def build_teacher(settings: Settings, policy: Policy, longest: int, ranks: Ranks
     check_same_model(ranks, teacher, SETTING)
     if ranks.mesh is None:
         return teacher
-    teacher = fsdp.with_modules(teacher)
+    teacher = fsdp.without_panels(teacher)
     sharded = fsdp.copy_sharded(teacher, ranks.mesh)
     if isinstance(teacher.weights, StoredWeights):
         with loading(name, SETTING):

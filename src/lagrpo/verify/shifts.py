@@ -108,6 +108,9 @@ def _check_gain(run: RecordedRun, readings: Sequence[RowReading]) -> None:
     if loss.entropy_coef > 0 or loss.entropy_target is not None:
         run.report.skip("update directions: the loss also has the entropy")
         return
+    if loss.reference is not None or loss.reference_prompt is not None:
+        run.report.skip("update directions: the loss also has the teacher")
+        return
     logp_by_row: dict[tuple[str, int | None], float] = {}
     for reading in readings:
         is_sampled = torch.tensor(reading.row["loss_mask"])
