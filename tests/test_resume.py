@@ -24,6 +24,7 @@ from lagrpo import Callback, train
 from lagrpo.errors import SettingsError
 from lagrpo.lifecycle.resuming import ResumeState
 from lagrpo.lifecycle.run import Result
+from lagrpo.model.model import Policy, copy_policy
 from lagrpo.resume import checkpoint_files
 from lagrpo.resume.checkpoint_files import (
     SCHEMA_WITHOUT_DIGESTS,
@@ -36,6 +37,8 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_events
 from lagrpo.runs.directory import Run, RunLockedError, locked
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.sections import ScheduleSettings
+from lagrpo.startup import build_engines
 from lagrpo.terminal.display import Display
 from lagrpo.training.sampling import Sampling
 from lagrpo.types import JsonObject
@@ -131,6 +134,43 @@ def resumed(run: Path) -> list[JsonObject]:
 
 
 # To the bit
+
+
+ON_POLICY: dict[str, JsonObject] = {
+    "several updates, evaluations, stages": {},
+    "completions in one batch": {"schedule": {"max_staleness": 0}},
+    "no lag, dynamic sampling": {
+        "schedule": {"constant_lag": 0},
+        "rollout": {"dynamic_sampling_rounds": 1},
+    },
+    "adapters": {"model": {"lora_r": 2}},
+    "checkpointing": {"optimizer": {"gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("sections", ON_POLICY.values(), ids=ON_POLICY)
+def test_on_policy_run_that_samples_by_its_policy_leaves_what_one_with_a_copy_does(
+    begin, monkeypatch, tmp_path, sections
+):
+    copies: list[Policy] = []
+
+    def note_copy(policy: Policy) -> Policy:
+        copies.append(policy)
+        return copy_policy(policy)
+
+    monkeypatch.setattr(build_engines, "copy_policy", note_copy)
+    sections = merged({"schedule": {"batches": 3}}, sections)
+    run = begin("one", **sections).run
+    assert not copies
+    monkeypatch.setattr(ScheduleSettings, "is_on_policy", False)
+    expected = leaves(begin("two", **sections).run, exact=True)
+    assert len(copies) == 1
+    assert differing(run, expected) == []
+    # Either resumes from what the other has written.
+    monkeypatch.undo()
+    resumed_run = cut_to(tmp_path / "two", 2, tmp_path / "resumed")
+    go_on(resumed_run)
+    assert differing(resumed_run, expected) == []
 
 
 @pytest.mark.parametrize(("kind", "batch"), [*((kind, 4) for kind in KINDS), ("asking ahead", 1)])

@@ -207,8 +207,10 @@ def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
                 assert torch.equal(x.token_ids, y.token_ids)
 
 
-def test_samplers_of_a_run_have_the_values_of_its_settings():
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_samplers_of_a_run_have_the_values_of_its_settings(sync_every):
     sections = {
+        "schedule": {"sync_every": sync_every},
         "run": {"seed": 11},
         "rollout": {"max_num_seqs": 24, "max_completion_length": 7, "stop": ["x"]},
     }
@@ -221,8 +223,8 @@ def test_samplers_of_a_run_have_the_values_of_its_settings():
         assert isinstance(engine, LocalSampler)
         assert (engine.seed, engine.max_num_seqs) == (11, 24)
         assert (engine.params.max_tokens, engine.params.tau) == (7, 0.5)
-        # Training samples from a copy, evaluations from the policy as it is.
-        assert (engine.policy is policy) == (engine is evaluator)
+        # Stale training samples from a copy, evaluations from the policy as it is.
+        assert (engine.policy is policy) == (engine is evaluator or sync_every == 1)
         # The parameters of an evaluation set have its stop texts.
         assert engine.params.stop == (("x",) if engine is sampler else ())
     assert (params.max_tokens, params.stop) == (7, ("x",))

@@ -13,6 +13,7 @@ import pytest
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
+from lagrpo.startup import memory
 from lagrpo.startup.checks import check_settings
 from lagrpo.startup.memory import (
     ERROR,
@@ -82,11 +83,19 @@ def weights_and_optimizer(by_term: dict[str, int]) -> dict[str, int]:
 
 PLAIN = {
     "weights": 2_000_000,
-    "weights that sample": 2_000_000,
     "master weights": 4_000_000,
     "gradient": 4_000_000,
     "optimizer states": 8_000_000,
 }
+
+
+SHARDED = {
+    "weights that sample": 2_000_000,
+    "master weights": 1_000_000,
+    "gradient": 1_000_000,
+    "optimizer states": 2_000_000,
+}
+STALE = {"schedule": {"sync_every": 2}}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +107,6 @@ PLAIN = {
             {},
             {
                 "weights": 4_000_000,
-                "weights that sample": 4_000_000,
                 "gradient": 4_000_000,
                 "optimizer states": 8_000_000,
             },
@@ -110,7 +118,7 @@ PLAIN = {
         pytest.param(
             {},
             {"rollout": {"engine": "vllm"}},
-            {name: size for name, size in PLAIN.items() if name != "weights that sample"},
+            PLAIN,
             id="vllm",
         ),
         pytest.param(
@@ -128,13 +136,21 @@ PLAIN = {
         pytest.param(
             {"ranks": 4},
             {"distributed": {"strategy": "fsdp2"}},
-            {
-                "weights that sample": 4_000_000,
-                "master weights": 1_000_000,
-                "gradient": 1_000_000,
-                "optimizer states": 2_000_000,
-            },
+            SHARDED,
             id="fsdp2",
+        ),
+        pytest.param({}, STALE, PLAIN | {"weights that sample": 2_000_000}, id="stale"),
+        pytest.param(
+            {"ranks": 4},
+            STALE | {"distributed": {"strategy": "fsdp2"}},
+            SHARDED | {"weights that sample": 4_000_000},
+            id="stale, fsdp2",
+        ),
+        pytest.param(
+            {"fused": False},
+            {"optimizer": {"gradient_checkpointing": True}},
+            PLAIN | {"weights that sample": 2_000_000},
+            id="modules in training mode",
         ),
     ],
 )
@@ -147,7 +163,6 @@ def test_adapters_are_all_that_is_trained_and_copied():
     sizes = replace(MILLION, adapters=10_000)
     assert weights_and_optimizer(sizes_by_term(H100, sizes, model={"lora_r": 4})) == {
         "weights": 2_020_000,
-        "weights that sample": 20_000,
         "master weights": 40_000,
         "gradient": 40_000,
         "optimizer states": 80_000,
@@ -156,7 +171,7 @@ def test_adapters_are_all_that_is_trained_and_copied():
 
 def test_packed_weights_come_on_top_of_the_weights_and_replace_layers_of_copies():
     computation = Computation(itemsize=2, packed=True)
-    by_term = sizes_by_term(computation)
+    by_term = sizes_by_term(computation, schedule={"sync_every": 2})
     assert by_term["weights"] == 4_000_000
     assert by_term["weights that sample"] == 200_000 + 2_000_000
 
@@ -310,6 +325,15 @@ def test_rows_of_the_table_at_the_peak_add_up_to_its_total_for_a_rank_and_for_al
 # Beside what was measured
 
 
+@pytest.fixture
+def samples_by_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All policies were sampled by a copy when the peaks were measured, also on-policy."""
+    monkeypatch.setattr(memory, "_samples_by_policy", lambda *_: False)
+
+
+by_a_copy = pytest.mark.usefixtures("samples_by_a_copy")
+
+
 def recorded(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
@@ -322,6 +346,7 @@ def test_peaks_of_runs_on_a_cpu_are_recorded():
 
 
 @pytest.mark.parametrize("name", RUNS)
+@by_a_copy
 def test_peak_of_a_run_on_a_cpu_is_expected(name):
     run = RUNS[name]
     settings = Settings.model_validate(run["settings"])
@@ -353,6 +378,7 @@ def demo_peak(sizes: ModelSizes, computation: Computation, **sections: Any) -> i
 @pytest.mark.parametrize(
     ("ranks", "strategy"), [(1, "zero1"), (2, "zero1"), (2, "fsdp2"), (3, "zero1"), (3, "fsdp2")]
 )
+@by_a_copy
 def test_peak_of_a_rank_of_the_demo_is_expected(ranks, strategy, beta):
     sharded = {"zero1": "optimizer", "fsdp2": "layers"}[strategy]
     peaks = recorded("memory.json")[f"{ranks} ranks, {sharded}, beta {beta}"]["peaks"]
@@ -370,6 +396,7 @@ def test_peak_of_a_rank_of_the_demo_is_expected(ranks, strategy, beta):
         pytest.param("adapters", WITH_ADAPTERS, {"lora_r": 16}, id="adapters"),
     ],
 )
+@by_a_copy
 def test_peak_of_the_demo_with_and_without_adapters_is_expected(side, sizes, model):
     peaks = recorded("lora.json")["peaks"][side]
     expected = demo_peak(sizes, BY_C_KERNELS, model=model)
@@ -426,6 +453,7 @@ def terms_on_gpu(
         pytest.param("h200/gpu.json", "1.5b", 512, 32_768, H200, id="H200-1.5b"),
     ],
 )
+@by_a_copy
 def test_peak_of_learning_on_a_gpu_is_expected(file, model, context, tokens, computation):
     (measured,) = recorded(file)[f"{model}, {context}"]["memory of learning"]
     assert peak(terms_on_gpu(model, context, tokens, computation)) == pytest.approx(
@@ -434,6 +462,7 @@ def test_peak_of_learning_on_a_gpu_is_expected(file, model, context, tokens, com
 
 
 @pytest.mark.parametrize("model", ["1.5b", "0.5b", "135m"])
+@by_a_copy
 def test_peak_of_sampling_on_a_gpu_is_expected(model):
     (measured,) = recorded("gpu.json")[f"{model}, 512"]["memory of sampling"]
     terms = terms_on_gpu(model, 512, 32_768, H100)

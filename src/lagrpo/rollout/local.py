@@ -1,10 +1,10 @@
 """The local rollout engine: exact samples and exact log-probs, by continuous batching.
 
-The engine keeps a copy of the weights of α. A token is sampled by inverting the cumulative
-distribution at a uniform number, keyed by (seed, "sample", batch, epoch, prompt, completion,
-position), so a completion is the same whatever is sampled with it. Training has no top-k and no
-top-p: the trainer differentiates the distribution that is sampled. `rollout_logp` is float32, at
-the sampling temperature.
+The engine keeps a copy of the weights of α, unless α is π at every token. A token is sampled by
+inverting the cumulative distribution at a uniform number, keyed by (seed, "sample", batch, epoch,
+prompt, completion, position), so a completion is the same whatever is sampled with it. Training has
+no top-k and no top-p: the trainer differentiates the distribution that is sampled. `rollout_logp`
+is float32, at the sampling temperature.
 
 With an environment, a row whose turn has ended waits while the others continue. If the arithmetic
 is exact, the step at which the row continues cannot change its bits. Otherwise rounding depends on
@@ -48,7 +48,9 @@ PAUSE = 4
 
 
 class LocalSampler(EngineDefaults):
-    """A rollout engine in this process. It samples with `policy`, a copy of the one that learns.
+    """A rollout engine in this process. It samples with `policy`: a copy of the one that learns.
+
+    It may be the policy that learns itself, if no completion is in flight while that changes.
 
     At most `max_num_seqs` completions are in flight. Each has at most `max_tokens` sampled tokens,
     at temperature `tau` (by default the policy's). The texts in `stop` end a completion. With
@@ -95,7 +97,8 @@ class LocalSampler(EngineDefaults):
         return self.policy.version
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        self.policy.load(weights, version)
+        if weights is not self.policy.weights:
+            self.policy.load(weights, version)
         self._drop_state()
         return {}
 

@@ -156,7 +156,10 @@ class LocalCheck:
         """
         check_version(policy, self.sampler.version)
         where = f"version {policy.version}"
-        stale_names = policy.weights.find_stale(self.sampler.policy.weights)
+        sampler_weights = self.sampler.policy.weights
+        stale_names: list[str] = []
+        if sampler_weights is not policy.weights:
+            stale_names = policy.weights.find_stale(sampler_weights)
         if stale_names:
             raise WeightSyncError(
                 f"{where}: the local sampler has stale weights: {len(stale_names)} weights, "

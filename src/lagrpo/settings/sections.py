@@ -373,6 +373,11 @@ class ScheduleSettings(Section):
         return batches * self.num_iterations
 
     @property
+    def is_on_policy(self) -> bool:
+        """True if π samples every batch itself, before the first update on the batch."""
+        return self.oldest_samples == 0
+
+    @property
     def stage_length(self) -> int:
         """M: batches per stage."""
         return self.ref_sync_every or self.batches

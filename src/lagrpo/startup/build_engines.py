@@ -81,7 +81,8 @@ def build_sampler(
 ) -> RolloutEngine:
     """Returns the engine that samples training batches.
 
-    No training prompt is longer than `longest_prompt` tokens.
+    On-policy the local engine has the policy itself, which computes whatever a copy would. No
+    training prompt is longer than `longest_prompt` tokens.
     """
     sampling = settings.rollout
     schedule = settings.schedule
@@ -93,8 +94,12 @@ def build_sampler(
             # All completions that may have begun and not been learned from, on this rank.
             prompts = -(-schedule.prompts_per_batch // ranks.size) * (schedule.v + 1)
             max_rows = min(max_rows, prompts * sampling.num_generations)
+        # In training mode modules recompute activations, which a recorded step cannot do.
+        is_in_training_mode = policy.model.layers is None and policy.model.lm.training
+        if not schedule.is_on_policy or is_in_training_mode:
+            policy = copy_policy(policy)
         return LocalSampler(
-            copy_policy(policy),
+            policy,
             settings.run.seed,
             params.max_tokens,
             max_rows,

@@ -8,6 +8,7 @@ P parameters, of which P_t are trained (all, or the adapters), in a dtype of s b
     term                  zero1           fsdp2
     weights               s P             0: the masters are the weights
     weights that sample   s P             s P, and s P to evaluate
+      on-policy           0               s P for both
     reference weights     s P             s P / R, P and s of the teacher if there is one
     master weights        4 P_t / R       4 P / R
     gradient              4 P_t           4 P / R
@@ -263,7 +264,9 @@ def _weights(
         weights = 0
     else:
         weights = whole + packed
-    sampler = copied if samples_here else 0
+    sampler = 0
+    if samples_here and not _samples_by_policy(settings, computation):
+        sampler = copied
     if samples_here and is_sharded:
         sampler += whole + packed
     reference = 0
@@ -287,6 +290,16 @@ def _weights(
 def _packed(sizes: ModelSizes, computation: Computation) -> int:
     """The bytes of the packed weights of a model, the head's included."""
     return 2 * (sizes.in_layers + sizes.head) if computation.packed else 0
+
+
+def _samples_by_policy(settings: Settings, computation: Computation) -> bool:
+    """True if the local engine has no copy of its own: see `build_sampler`."""
+    is_in_training_mode = (
+        settings.optimizer.gradient_checkpointing
+        and not computation.fused
+        and not _is_sharded(settings, computation)
+    )
+    return settings.schedule.is_on_policy and not is_in_training_mode
 
 
 def _shard_or_shrink(computation: Computation) -> str:
