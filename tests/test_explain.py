@@ -141,7 +141,7 @@ def test_kernels_compute_sharded_layers_unless_they_pack_weights(model, monkeypa
     monkeypatch.setattr(explain, "pick_dtype", lambda *_: ("bfloat16", ""))
     settings = settings_of(model, task={"name": "arithmetic"}, distributed={"strategy": "fsdp2"})
     lm = explain.empty_model(settings)
-    computation = explain.computation_of(settings, lm, ranks=2)
+    computation = explain.computation_of(settings, lm, 2, settings.model.dtype)
     assert (computation.packed, computation.fused) == (packed, fused)
 
 

@@ -34,7 +34,12 @@ from lagrpo.verify import verify_run
 
 HINT = "{{ prompt }} {{ answer }}"
 LOSS = {"recipe": "own_functions:distilled"}
-LARGER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "seed": 3}
+LARGER: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "seed": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def teacher(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("teachers") / "larger", vocab_size=128, **LARGER)
 
 
-def settings_of(model: Path, root: Path, /, **sections: JsonObject) -> dict[str, JsonObject]:
+def settings_of(model: Path, root: Path, /, **sections: Any) -> dict[str, JsonObject]:
     base = {
         "run": {"name": "run"},
         "loss": LOSS,
@@ -201,6 +206,7 @@ def test_nothing_moves_if_the_teacher_is_the_policy_and_rewards_are_equal(model,
         train_as(loss={"reference": str(copied)}, task={"rewards": rewards}, eval={"every": 0})
     )
     assert result.version == 4
+    assert result.weights is not None
     final = load_file(result.weights / "model.safetensors")
     for name, weight in load_file(initial / "model.safetensors").items():
         assert torch.equal(final[name], weight.to(final[name].dtype)), name
