@@ -271,7 +271,7 @@ def test_resume_with_another_teacher_at_its_path_is_rejected(model, tmp_path):
     folder = save_tiny(tmp_path / "teacher", **LARGER)
     run = train(settings_of(model, tmp_path, loss={"reference": str(folder)})).run
     shutil.rmtree(folder)
-    save_tiny(folder, **LARGER | {"seed": 4})
+    save_tiny(folder, **{**LARGER, "seed": 4})
     with pytest.raises(SettingsError, match=r"loss\.reference"):
         go_on(run, schedule={"batches": 5})
 
