@@ -120,6 +120,7 @@ def test_teacher_that_does_not_fit_is_rejected_before_weights_load(
             "ref_sync_every",
             id="swapped",
         ),
+        pytest.param({"loss": {"recipe": "opd"}}, "loss.reference", id="no teacher"),
         pytest.param({"loss": {"reference": "/nowhere"}}, "/nowhere", id="no directory"),
         pytest.param({"loss": {"reference_prompt": "no.jinja"}}, "no.jinja", id="no file"),
         pytest.param({"loss": {"reference_prompt": "{{ prompt "}}, "Jinja", id="no template"),
@@ -267,11 +268,22 @@ def test_killed_run_with_a_teacher_resumes_bit_for_bit(taught, tmp_path):
     assert differing(go_on(stopped).run, leaves(taught, exact=True)) == []
 
 
-def test_resume_with_another_teacher_at_its_path_is_rejected(model, tmp_path):
+def replace_weights(teacher: Path) -> None:
+    shutil.rmtree(teacher)
+    save_tiny(teacher, **{**LARGER, "seed": 4})
+
+
+def change_config(teacher: Path) -> None:
+    config = json.loads((teacher / "config.json").read_text(encoding="utf-8"))
+    changed = json.dumps(config | {"rms_norm_eps": 0.5})
+    (teacher / "config.json").write_text(changed, encoding="utf-8")
+
+
+@pytest.mark.parametrize("change", [replace_weights, change_config])
+def test_resume_with_another_teacher_at_its_path_is_rejected(model, tmp_path, change):
     folder = save_tiny(tmp_path / "teacher", **LARGER)
     run = train(settings_of(model, tmp_path, loss={"reference": str(folder)})).run
-    shutil.rmtree(folder)
-    save_tiny(folder, **{**LARGER, "seed": 4})
+    change(folder)
     with pytest.raises(SettingsError, match=r"loss\.reference"):
         go_on(run, schedule={"batches": 5})
 

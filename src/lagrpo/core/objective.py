@@ -13,7 +13,7 @@ from typing import Annotated, cast
 import torch
 from torch import Tensor
 
-from lagrpo.core.advantages import AdvantageInputs, normalized, overlong_penalty
+from lagrpo.core.advantages import AdvantageInputs, normalized, overlong_penalty, zero
 from lagrpo.core.inputs import LossInputs, Statistics, alpha, statistic_of, without_gradient
 from lagrpo.core.kl import k3
 from lagrpo.core.losses import clipped, reinforce
@@ -333,6 +333,11 @@ class Recipe:
     def needs_pi_ref(self) -> bool:
         """True if the loss compares with the reference policy."""
         return "ref_logp" in self.required_inputs
+
+    @property
+    def ignores_reward(self) -> bool:
+        """True if only a `token_advantage` can teach."""
+        return self.advantage.function is zero
 
     @cached_property
     def needs_teacher(self) -> bool:

@@ -18,7 +18,6 @@ from typing import TypeVar, cast
 import torch
 
 from lagrpo.core import filters, inputs, losses, weights
-from lagrpo.core.advantages import zero
 from lagrpo.core.choices import CHOICES, KNOB_NAMES, MAY_BE_NONE
 from lagrpo.core.inputs import statistic_of
 from lagrpo.core.kl import k1, k3_bias_corrected
@@ -367,9 +366,8 @@ def _contradictions_of_kl(recipe: Recipe) -> Iterator[str]:
 
 def _contradictions_of_token_advantage(recipe: Recipe) -> Iterator[str]:
     """The reasons why advantages of tokens do not go together with the rest of a recipe."""
-    ignores_reward = recipe.advantage.function is zero
     if recipe.token_advantage is None:
-        if ignores_reward:
+        if recipe.ignores_reward:
             yield (
                 "advantage 'zero' leaves nothing to learn from: set token_advantage = "
                 "'reverse_kl', or another advantage"
@@ -386,7 +384,7 @@ def _contradictions_of_token_advantage(recipe: Recipe) -> Iterator[str]:
             "token_advantage also teaches groups of equal rewards, which mask_zero_variance "
             "would leave out: set mask_zero_variance = false"
         )
-    if recipe.overlong_buffer and ignores_reward:
+    if recipe.overlong_buffer and recipe.ignores_reward:
         yield "overlong_buffer changes the reward, which advantage 'zero' does not read: drop it"
 
 

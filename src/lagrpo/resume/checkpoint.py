@@ -12,7 +12,7 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import safetensors.torch as safetensors
@@ -36,7 +36,7 @@ from lagrpo.resume.checkpoint_files import (
     weights_file,
     write_state,
 )
-from lagrpo.resume.model_files import ModelFiles, check_model_files
+from lagrpo.resume.model_files import ModelFile, ModelFiles, check_model_files
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
@@ -60,6 +60,7 @@ class Inputs:
     data: Digests
     """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
     teacher: str | None = None  # the fingerprint of the model of loss.reference
+    teacher_files: ModelFiles = field(default_factory=dict[str, ModelFile])  # its configs
 
 
 # Writing
@@ -125,6 +126,7 @@ def save_checkpoint(
         "model": inputs.model,
         "model_files": inputs.model_files,
         "teacher": inputs.teacher,
+        "teacher_files": inputs.teacher_files,
     }
 
     def fill(directory: Path, digests: dict[str, FileDigest]) -> None:
@@ -245,6 +247,8 @@ def restore_checkpoint(
             "loss.reference is not the model that the run started with: restore it, or start a new "
             "run"
         )
+    with as_settings_error("loss.reference"):
+        check_model_files(state.get("teacher_files", {}), inputs.teacher_files)
     with as_settings_error():
         # Older checkpoints do not have these.
         if "model_files" in state:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from lagrpo.data.fingerprint import digest, value_text
 from lagrpo.errors import parse_json
 from lagrpo.model.directory import GENERATION_CONFIG
+from lagrpo.model.embedded import ADAPTER_CONFIG
 from lagrpo.model.files import CONFIG, TOKENIZER, TOKENIZER_CONFIG, find_source
 
 ModelFile = Mapping[str, Any]
@@ -52,6 +53,12 @@ def read_model_files(model: str) -> ModelFiles:
         if path is not None:
             model_files[name] = _read_entries(path)
     return model_files
+
+
+def read_forward_files(model: str) -> ModelFiles:
+    """Returns the entries of the files that decide the forward pass of a model or an adapter."""
+    paths = {name: find_source(model, name) for name in (CONFIG, ADAPTER_CONFIG)}
+    return {name: _read_entries(path) for name, path in paths.items() if path is not None}
 
 
 def _read_entries(path: Path) -> dict[str, Any]:

@@ -42,7 +42,12 @@ from lagrpo.startup.build_tasks import (
     set_up_tasks,
     warn_of_trained_prompts,
 )
-from lagrpo.startup.teacher import build_teacher, check_finite_rows, check_teacher
+from lagrpo.startup.teacher import (
+    build_teacher,
+    check_finite_rows,
+    check_teacher,
+    read_teacher_files,
+)
 from lagrpo.tasks import Task
 from lagrpo.training import fsdp
 from lagrpo.training.entropy import EntropyTerm
@@ -100,7 +105,7 @@ def build_run(
             check_places(recorded or {}, places)
 
         longest = settings.max_sequence_length + max_reply_tokens(settings, *loaded.values())
-        check_teacher(settings, longest)
+        check_teacher(settings, recipe, longest)
         policy, servers = load_policy_and_servers(settings, loaded, ranks, started, undo)
         check_same_model(ranks, policy)
 
@@ -137,6 +142,7 @@ def build_run(
                 model_files=read_model_files(resolve_model(settings.model.path)),
                 data=data,
                 teacher=None if teacher is None else fingerprint(teacher.all_weights),
+                teacher_files=read_teacher_files(settings),
             ),
             trainer=trainer,
             sampling=Sampling(

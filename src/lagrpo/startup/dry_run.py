@@ -44,7 +44,7 @@ def explain_run(settings: Settings, recipe: Recipe, task: Task | None) -> None:
         with as_settings_error("vllm"):
             find_python()
     longest = settings.max_sequence_length + max_reply_tokens(settings, *tasks.values())
-    check_teacher(settings, longest)
+    check_teacher(settings, recipe, longest)
     outline = build_outline(settings.model, longest)
     with ExitStack() as undo:
         prompts = build_prompts(settings, tasks, outline, undo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from lagrpo.core.objective import Recipe
 from lagrpo.distributed.ranks import Ranks, add_up
 from lagrpo.distributed.torchrun import world_size
 from lagrpo.errors import SettingsError, as_settings_error
@@ -21,6 +22,7 @@ from lagrpo.model.loading import (
 from lagrpo.model.lora import load_adapter_config
 from lagrpo.model.model import Policy, Weights
 from lagrpo.model.stored import StoredWeights
+from lagrpo.resume.model_files import ModelFiles, read_forward_files
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.startup.build_policy import build_policy, check_same_model, loading
@@ -39,19 +41,33 @@ def find_base(path: str) -> str:
     return resolve_model(load_adapter_config(Path(path))[1])
 
 
+def read_teacher_files(settings: Settings) -> ModelFiles:
+    """Returns the entries of the teacher's configs, those of its adapter included; none without."""
+    if settings.loss.reference is None:
+        return {}
+    path = resolve_model(settings.loss.reference)
+    return {**read_forward_files(find_base(path)), **read_forward_files(path)}
+
+
 def teacher_dtype(config: Any) -> Literal["auto", "float32"]:
     """Returns the setting for the dtype of a model: its own, as far as the hardware has it."""
     dtype = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
     return "float32" if dtype == "float32" else "auto"
 
 
-def check_teacher(settings: Settings, longest: int) -> None:
+def check_teacher(settings: Settings, recipe: Recipe, longest: int) -> None:
     """Checks the files of the teacher, if there is one, for sequences of `longest` tokens.
 
     Loads no weights. Raises SettingsError for a model that lagrpo does not support, for one with
-    too few positions, and for another vocabulary than the policy's.
+    too few positions, for another vocabulary than the policy's, and if a recipe without a reward
+    has no teacher.
     """
     name = settings.loss.reference
+    if recipe.ignores_reward and name is None and settings.loss.reference_prompt is None:
+        raise SettingsError(
+            f"loss.recipe = {recipe.name!r} learns from a teacher alone, and the policy's own "
+            f"start teaches nothing: set {SETTING} or {SETTING}_prompt"
+        )
     if name is None:
         return
     is_sharded = world_size() > 1 and settings.distributed.strategy == "fsdp2"
