@@ -37,6 +37,7 @@ METHODS: Methods = {
     "published": PUBLISHED,
     "equal": EQUAL,
     "controlled": load_methods("controlled"),
+    "distilled": load_methods("distilled"),
 }
 
 

@@ -33,7 +33,7 @@ from .plan import QUICK_METHODS, Methods, Pass, full_plan, passes_where_some_die
 from .publish import publish
 from .records import RESULTS, Record, append_records, load_records
 from .report import write_figure, write_report
-from .starts import load_start, mean_score
+from .starts import load_start, load_teacher, mean_score
 from .tasks import TASKS
 from .train import Run, train
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     methods: Methods = {table: load_methods(table) for table in get_args(Table)}
     for name in options.only or []:
-        if name not in methods["published"]:
+        if not any(name in rows for rows in methods.values()):
             parser.error(f"--only {name}: experiments/lag/methods.toml has no such method")
     directory = QUICK_RESULTS if options.quick else RESULTS
     only = tuple(options.only or ())
@@ -136,6 +136,7 @@ def make_pass(item: Pass, method: Method, runs: Sequence[Run], *, compiled: bool
         item.schedule,
         runs,
         item.updates,
+        teacher=load_teacher(item.task) if item.table == "distilled" else None,
         compiled=compiled,
     )
     state = git_state(Path(__file__).parent) or {"commit": "unknown"}

@@ -11,7 +11,8 @@ from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import resolve
 
 FILE = Path(__file__).parent / "methods.toml"
-Table = Literal["published", "equal", "controlled"]
+FILE_WITH_TEACHER = Path(__file__).parent / "distillation.toml"
+Table = Literal["published", "equal", "controlled", "distilled"]
 MAY_DIFFER = {"beta"}
 """Overrides that leave a method its recipe: runs of the benchmark have no KL term."""
 EQUAL: dict[str, str] = {"advantage": "normalized", "reduction": "token_mean"}
@@ -59,13 +60,15 @@ class Method:
         return f"{label} with {', '.join(changes)}" if changes else label
 
 
-def load_methods(table: Table, file: Path = FILE) -> dict[str, Method]:
+def load_methods(table: Table) -> dict[str, Method]:
     """The methods of a table by name, in the order of the file.
 
     `published` has each method with its own advantage and reduction; so has `controlled`, whose
     runs have a control (control.py). `equal` gives all the same, so that the loss alone differs;
-    rows whose advantage is the method keep theirs, or are left out.
+    rows whose advantage is the method keep theirs, or are left out. `distilled` has the methods
+    that learn from a teacher.
     """
+    file = FILE_WITH_TEACHER if table == "distilled" else FILE
     rows = tomllib.loads(file.read_text(encoding="utf-8"))
     methods = {}
     for name, row in rows.items():

@@ -107,6 +107,13 @@ CONTROL_METHODS = (
     DECIDING_METHODS,
     tuple(name for name in MAIN_METHODS if name not in DECIDING_METHODS),
 )
+DISTILLATION_LAGS = (64, 0, 16, 256)
+DISTILLATION_METHODS = (
+    ("opd_recomputed", "opd_stale"),
+    ("opd_forward", "opd_stale_clipped", "opd"),
+    ("grpo_opd", "iw_opd"),
+)
+"""What is compared, then what is usual beside it, then the rest."""
 FIGURE_METHODS = (
     "stale_reinforce",
     "grpo",
@@ -196,7 +203,12 @@ def full_plan(methods: Methods) -> list[Pass]:
     others = [name for name in methods["published"] if name not in MAIN_METHODS]
     for seeds in CONTROL_SEEDS:
         plan.add("published", MAIN_TASKS, "sawtooth", (15,), seeds, VARIANT_RATES, only=others)
-    return [*plan.passes, *control_plan(methods), *length_plan(methods)]
+    return [
+        *plan.passes,
+        *control_plan(methods),
+        *length_plan(methods),
+        *distillation_plan(methods),
+    ]
 
 
 def length_plan(methods: Methods) -> list[Pass]:
@@ -231,6 +243,21 @@ def control_plan(methods: Methods) -> list[Pass]:
                 (method,),
                 controls=controls_of_kind[kind],
             )
+    return plan.passes
+
+
+def distillation_plan(methods: Methods) -> list[Pass]:
+    """The passes that learn from a teacher, most informative first.
+
+    It teaches faster than rewards, so runs have a quarter of the updates of others; at lag 256
+    half.
+    """
+    plan = _Plan(methods)
+    for only, task, lag in product(DISTILLATION_METHODS, MAIN_TASKS, DISTILLATION_LAGS):
+        updates = TASKS[task]().updates // (2 if lag == 256 else 4)
+        plan.add(
+            "distilled", (task,), "constant", (lag,), FIRST_SEEDS, VARIANT_RATES, only, updates
+        )
     return plan.passes
 
 
@@ -298,7 +325,8 @@ def passes_where_some_die(records: Mapping[RunKey, Record]) -> Iterator[Pass]:
     """
     fates = defaultdict(list)
     for key, record in records.items():
-        if key.task in MAIN_TASKS and key.seed in FIRST_SEEDS + MORE_SEEDS:
+        has_more_seeds = key.table != "distilled" and key.task in MAIN_TASKS
+        if has_more_seeds and key.seed in FIRST_SEEDS + MORE_SEEDS:
             fates[key._replace(seed=0)].append(record.dies(record.updates))
     for key, dies in fates.items():
         if any(dies) and not all(dies):

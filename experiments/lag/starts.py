@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .model import Architecture, StackedLlama, initial_weights, unpack
-from .tasks import TASKS, Task
+from .tasks import TASKS, Chain, Gamble, Task
 
 DIRECTORY = Path("runs") / "lag" / "starts"
 UPDATES = 2000
@@ -36,6 +36,11 @@ SHIPPED = Path(__file__).parent / "shipped"
 """Starts in the checkout, so that all seeds have the same one on every processor."""
 OTHER_STARTS = ("chain-other", "gamble-other")
 """Tasks whose start has another seed."""
+GOOD_TEACHERS: dict[str, Callable[[], Task]] = {
+    "chain": lambda: Chain(teacher_is_right=(0.99, 0.99, 0.99)),
+    "gamble": lambda: Gamble(teacher_likes=(1.0, 0.02, 0.02)),
+}
+"""The main tasks with a teacher who rarely errs."""
 
 
 def architecture_of(name: str) -> Architecture:
@@ -54,12 +59,27 @@ def load_start(name: str, directory: Path = DIRECTORY) -> tuple[Architecture, Te
     if shipped_file.is_file():
         file = shipped_file
     elif not file.is_file():
-        directory.mkdir(parents=True, exist_ok=True)
         updates = MORE_UPDATES.get(name, UPDATES)
         seed = SEED + 1 if name in OTHER_STARTS else SEED
-        weights = imitate_teacher(TASKS[name](), architecture, updates, seed)
-        save_file({"weights": weights}, file)
+        _write(file, imitate_teacher(TASKS[name](), architecture, updates, seed))
     return architecture, load_file(file)["weights"]
+
+
+def load_teacher(name: str, directory: Path = DIRECTORY) -> tuple[Architecture, Tensor]:
+    """The architecture and the weights [1, parameters] of the teacher of a main task.
+
+    It has the larger architecture, and imitates a teacher who rarely errs.
+    """
+    architecture = architecture_of(f"{name}-large")
+    file = directory / f"{name}-teacher.safetensors"
+    if not file.is_file():
+        _write(file, imitate_teacher(GOOD_TEACHERS[name](), architecture, UPDATES))
+    return architecture, load_file(file)["weights"]
+
+
+def _write(file: Path, weights: Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"weights": weights}, file)
 
 
 def imitate_teacher(

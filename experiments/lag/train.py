@@ -96,11 +96,13 @@ def train(
     runs: Sequence[Run],
     updates: int,
     *,
+    teacher: tuple[Architecture, Tensor] | None = None,
     compiled: bool = False,
 ) -> list[Outcome]:
     """Train each run from the weights `start` [1, D].
 
-    `compiled` is for long benchmarks, see StackedLlama.compile.
+    The `teacher`, with its weights [1, parameters], is the reference policy; without one `start`
+    is. `compiled` is for long benchmarks, see StackedLlama.compile.
     """
     began = time.process_time()
     S = len(runs)
@@ -110,6 +112,7 @@ def train(
     optimizer = Adam(weights, [run.learning_rate for run in runs], method.max_grad_norm)
     may_sync_early = torch.tensor([run.control == "sync_at_kl" for run in runs])
     source = StaleBatches(task, schedule, sampler, start, may_sync_early)
+    reference = Reference(task, *(teacher or (architecture, start)), compiled=compiled)
 
     scores = torch.zeros(updates, S)
     diagnostics = Diagnostics()
@@ -125,8 +128,7 @@ def train(
         logp = model.log_probs(unpack(architecture, leaf), batch.prompts, batch.tokens)
         ref_logp = None
         if method.recipe.needs_pi_ref:
-            reference = unpack(architecture, start.expand(S, -1))
-            ref_logp = model.log_probs(reference, batch.prompts, batch.tokens)
+            ref_logp = reference.log_probs(batch)
         step = Step(task, method.recipe, batch, staleness, logp.detach(), ref_logp)
         (gradient,) = torch.autograd.grad(logp, leaf, step.gradient)
         factors = rate_control.factors(step.kl_of_learned, step.ess)
@@ -135,7 +137,8 @@ def train(
         norm = optimizer.step(gradient, factors)
         was_far = step.kl_of_learned > TARGET
         if update % DIAGNOSED_EVERY == 0:
-            diagnostics.add(step, norm, entropy, factors)
+            kl_to_teacher = reference.kl_from_sampler(fresh) if teacher else None
+            diagnostics.add(step, norm, entropy, factors, kl_to_teacher)
 
     seconds = (time.process_time() - began) / S
     curves = _mean_of_parts(scores)
@@ -154,6 +157,29 @@ def _model(
     if compiled:
         model.compile()
     return model
+
+
+class Reference:
+    """A policy with the weights [1, parameters] that all runs compare with."""
+
+    def __init__(self, task: Task, architecture: Architecture, weights: Tensor, *, compiled: bool):
+        self._end = task.end
+        self._architecture = architecture
+        self._weights = weights
+        self._model = _model(
+            architecture, task.prompt_length, task.completion_length, compiled=compiled
+        )
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """The log-probs of the tokens of a batch, [S, B, G, L]."""
+        weights = unpack(self._architecture, self._weights.expand(len(batch.prompts), -1))
+        return self._model.log_probs(weights, batch.prompts, batch.tokens)
+
+    def kl_from_sampler(self, batch: Batch) -> Tensor:
+        """The mean of log alpha - log pi_ref per token, [S]: estimates KL(alpha || pi_ref)."""
+        is_token = is_before_end(batch.tokens, self._end)
+        difference = torch.where(is_token, batch.logp - self.log_probs(batch), 0.0)
+        return difference.sum(dim=(1, 2, 3)) / is_token.sum(dim=(1, 2, 3))
 
 
 def _mean_of_parts(values: Tensor) -> Tensor:
@@ -506,12 +532,20 @@ class Diagnostics:
     rate_factor         of the learning rate, by the run's control
     age                 of the tokens, updates
     age_by_length       slope of the mean age of a completion by its length, updates per token
+    kl_to_teacher       KL(pi || teacher) per token over the last tenth of the run, nats
     """
 
     def __init__(self) -> None:
         self._columns: dict[str, list[Tensor]] = defaultdict(list)
 
-    def add(self, step: Step, norm: Tensor, entropy: Tensor, factors: Tensor) -> None:
+    def add(
+        self,
+        step: Step,
+        norm: Tensor,
+        entropy: Tensor,
+        factors: Tensor,
+        kl_to_teacher: Tensor | None,
+    ) -> None:
         tokens = step.is_token.sum(dim=(1, 2))  # [S]
         advantages = step.advantages[..., None] * step.is_token  # [S, C, L]
         log_ratio = step.log_ratio
@@ -529,11 +563,16 @@ class Diagnostics:
         ages = (step.staleness * step.is_token).sum(dim=-1)  # [S, C], summed over tokens
         self._columns["age"].append(ages.sum(dim=1) / tokens)
         self._columns["age_by_length"].append(_slope(ages, step.is_token.sum(dim=-1)))
+        if kl_to_teacher is not None:
+            self._columns["kl_to_teacher"].append(kl_to_teacher)
 
     def of_run(self, s: int) -> dict[str, float]:
         """The mean of each diagnostic over its finite values; -1 if there are none."""
         quarter = -(-len(self._columns["kl"]) // 4)
         columns = {**self._columns, "kl_first_quarter": self._columns["kl"][:quarter]}
+        if "kl_to_teacher" in columns:
+            tenth = max(1, round(len(columns["kl"]) / 10))
+            columns["kl_to_teacher"] = columns["kl_to_teacher"][-tenth:]
         means = {}
         for name, rows in columns.items():
             values = torch.stack(rows)[:, s]
