@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from experiments.lag import __main__ as queue
 from experiments.lag.ages import Kind, SawtoothSyncs, Schedule
 from experiments.lag.control import CONTROLS, RateControl
+from experiments.lag.distillation import distillation_table, recomputed_sentence
 from experiments.lag.exact import TOYS, run
 from experiments.lag.methods import load_methods
 from experiments.lag.model import Architecture, StackedLlama, initial_weights, unpack
@@ -393,6 +394,29 @@ def test_runs_of_the_main_tasks_are_the_same_stacked_and_alone(name, kind):
     assert torch.equal(stacked[3].weights, alone.weights)
 
 
+def test_policy_stays_if_it_is_its_own_teacher_and_comes_nearer_to_another():
+    architecture, start = start_of(SMALL_TASK)
+    other = 4 * initial_weights(architecture, seed=1)
+    method = METHODS["distilled"]["opd_recomputed"]
+
+    def learn(teacher: Tensor, rate: float, updates: int):
+        return train(
+            SMALL_TASK,
+            architecture,
+            start,
+            method,
+            Schedule("constant", 2),
+            [Run(rate, 0)],
+            updates,
+            teacher=(architecture, teacher),
+        )[0]
+
+    assert torch.equal(learn(start, 1e-2, updates=3).weights, start[0])
+    far = learn(other, 0.0, updates=1).diagnostics["kl_to_teacher"]
+    near = learn(other, 1e-2, updates=33).diagnostics["kl_to_teacher"]
+    assert 0 < near < far - 0.5
+
+
 def test_sawtooth_with_lag_0_is_the_same_as_constant_lag_0_but_for_its_samples():
     """Both learn from fresh samples, so their ratios are 1."""
     architecture, start = start_of(SMALL_TASK)
@@ -685,6 +709,28 @@ def test_control_is_compared_with_the_best_fixed_rate_and_by_loss():
     assert (
         "| `grpo` | 1 | 50, 56 at f / 3 | 50, 56 | 25, 33 / 50, 11 †1 | 75, 78 / 50, 56 |" in table
     )
+
+
+def test_recomputed_distillation_is_compared_with_the_recorded_one_on_the_same_runs():
+    records = {}
+    for method, seed, score, kl in (
+        ("opd_recomputed", 0, 0.9, 0.04),
+        ("opd_recomputed", 1, 0.8, 0.02),
+        ("opd_stale", 0, 0.5, 1.5),
+    ):
+        record = replace(
+            a_record("grpo", 1e-3, seed, [score] * 64),
+            table="distilled",
+            method=method,
+            diagnostics={"kl_to_teacher": kl},
+        )
+        records[record.key] = record
+    rows = distillation_table(records).splitlines()[2:]
+    assert rows == [
+        "| `chain` | `opd_recomputed` | 1e-3 | – | 0.85, 0.030 | – | – |",
+        "| `chain` | `opd_stale` | 1e-3 | – | 0.50, 1.500 | – | – |",
+    ]
+    assert "0.900 against 0.500 and a KL of 0.040 against 1.500" in recomputed_sentence(records)
 
 
 def test_more_seeds_are_planned_where_some_but_not_all_die():

@@ -18,6 +18,7 @@ from lagrpo.settings import lag_table
 from lagrpo.settings.lag_table import ADVICE, FILE, SHARED_RATE, TASKS, Advice
 from lagrpo.study.statistics import Interval
 
+from .distillation import distillation_table, recomputed_sentence
 from .language_model import (
     MEASURES,
     at_both_rates,
@@ -80,6 +81,7 @@ BLOCKS_OF_PAGES = {
         "variants",
         "language model",
         "controls",
+        "distillation",
         "claims",
     ),
 }
@@ -202,6 +204,7 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
                 controls_by_loss_table(records, labels),
             ]
         ),
+        "distillation": "\n\n".join([recomputed_sentence(records), distillation_table(records)]),
         "setting": setting_sentences(records),
         "claims": claims_table(cells, labels, SHARED_RATE),
     }
