@@ -46,6 +46,7 @@ from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.model import Policy, copy_policy, sample_weights
 from lagrpo.model.stored import StoredWeights
 from lagrpo.rollout.vllm import weights as vllm_weights
+from lagrpo.rollout.vllm.client import GroupQueue
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build import build_trainer
 from lagrpo.startup.build_policy import build_policy, check_same_model
@@ -336,6 +337,7 @@ def send_to_servers(group: ProcessGroup) -> tuple[str, int, list[str], int]:
     with (
         patch.object(ShardedWeights, "__getitem__", autospec=True, side_effect=read) as reading,
         patch.object(vllm_weights, "BUCKET", 1),
+        patch.object(GroupQueue, "ask_all", return_value={}),
     ):
         sampler.sync_weights(policy.weights, 1)
     _, written = sampler.current_weights()

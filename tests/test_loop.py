@@ -144,7 +144,7 @@ def test_loop_calls_follow_the_order_of_algorithm_1(build, monkeypatch):
 
 def test_sampler_with_stale_weights_stops_the_run(build, monkeypatch):
     """It says that it has version 1, and has loaded nothing."""
-    run = build(schedule={"batches": 3})
+    run = build(schedule={"batches": 3, "sync_every": 2})
     sync_weights = LocalSampler.sync_weights
 
     def sync_only_at_start(self, weights, version):

@@ -158,6 +158,11 @@ def log_mean_exp(group: ScoredGroup, *, strength: float) -> Tensor:
     return rewards_G - strength * log_mean
 
 
+def zero(group: ScoredGroup) -> Tensor:
+    """0: only a teacher teaches."""
+    return torch.zeros_like(group.rewards_G)
+
+
 def batch_scaled(groups: Sequence[ScoredGroup], *, std_offset: float) -> list[Tensor]:
     """(r - mu) / (s + std_offset): Lite PPO, arXiv 2508.08221.
 
@@ -195,6 +200,7 @@ GROUP_FORMULAS: dict[str, Callable[..., Tensor]] = {
     "sign_balanced": sign_balanced,
     "red_drop": red_drop,
     "log_mean_exp": log_mean_exp,
+    "zero": zero,
 }
 """Formulas of one group, by the names that settings use. The knobs are keyword arguments."""
 
