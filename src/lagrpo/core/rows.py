@@ -623,7 +623,7 @@ DISTILLATION_ROWS: dict[str, Recipe] = {
     "opd_stale": Recipe(
         "-rho d, d = log alpha - log pi_ref as recorded; mean over the tokens of the batch",
         "tinker-cookbook's on-policy distillation with its loss importance_sampling; "
-        f"{ASYNC_OPD}, compares with it under PPO's clip (surrogate = 'clipped')",
+        f"under PPO's clip (surrogate = 'clipped') that of {ASYNC_OPD}, before it recomputes d",
         advantage=piece(zero),
         token_advantage=piece(reverse_kl, student=alpha),
         surrogate=piece(unclipped),
