@@ -86,26 +86,27 @@ def make_trainer(
 
 
 @functools.cache
-def sampled(batch: int) -> list[Group]:
+def sampled(batch: int, max_tokens: int = MAX_TOKENS) -> list[Group]:
     """A batch of a policy that is the same everywhere and at all times. Its prompts differ in
     length, and every second completion is right."""
     prompts = [Prompt(key, (), "3", tuple(range(3, 8 + 4 * key))) for key in range(3)]
     requests = [Request(batch, 0, prompt) for prompt in prompts]
-    sampler = LocalSampler(copy_policy(tiny_policy(backend="torch")), 0, MAX_TOKENS, 64)
+    sampler = LocalSampler(copy_policy(tiny_policy(backend="torch")), 0, max_tokens, 64)
     groups_by_key = {request.prompt.key: group for request, group in sampler.sample(requests, 4)}
     groups = [groups_by_key[key] for key in sorted(groups_by_key)]
     return judge_groups(groups, lambda group, index, completion: float(index % 2))
 
 
-def rows_of(trainer: Trainer, batch: int = 1, tokens: int = 40) -> list[MicroBatch]:
+def rows_of(trainer: Trainer, batch: int = 1) -> list[MicroBatch]:
     # 40 tokens a row: several rows, so that every rank has one.
-    batch_of_rows = assembled(trainer.recipe, sampled(batch), batch)
-    return micro_batches(batch_of_rows, tokens, trainer.policy.device)
+    return micro_batches(assembled(trainer.recipe, sampled(batch), batch), 40)
 
 
 def shortest_rows(trainer: Trainer, count: int) -> list[MicroBatch]:
-    """Rows with a single completion."""
-    return sorted(rows_of(trainer, tokens=1), key=lambda row: row.packed.layout.rows)[:count]
+    """Rows of one completion of at most three tokens, for Triton's interpreter, which is slow."""
+    batch = assembled(trainer.recipe, sampled(1, max_tokens=3), 1)
+    rows = micro_batches(batch, 1, trainer.policy.device)
+    return sorted(rows, key=lambda row: row.packed.layout.rows)[:count]
 
 
 def learn(
