@@ -121,6 +121,14 @@ def test_teacher_that_does_not_fit_is_rejected_before_weights_load(
             id="swapped",
         ),
         pytest.param({"loss": {"recipe": "opd"}}, "loss.reference", id="no teacher"),
+        pytest.param(
+            {
+                "loss": {"recipe": "opd", "reference_prompt": HINT},
+                "rollout": {"dynamic_sampling_rounds": 1},
+            },
+            "dynamic_sampling_rounds",
+            id="rewards that are not read",
+        ),
         pytest.param({"loss": {"reference": "/nowhere"}}, "/nowhere", id="no directory"),
         pytest.param({"loss": {"reference_prompt": "no.jinja"}}, "no.jinja", id="no file"),
         pytest.param({"loss": {"reference_prompt": "{{ prompt "}}, "Jinja", id="no template"),

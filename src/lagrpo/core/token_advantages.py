@@ -4,8 +4,8 @@ A recipe adds them, as numbers, to the advantage of the token's completion. With
 `zero` the policy learns from the teacher alone: on-policy distillation.
 
 The teacher is pi_ref. d = log student - log pi_ref is the difference at the sampled token, where
-`student` is the policy that it is taken from: pi now, or alpha as it was recorded. Each token has
-its own d alone, without those of later tokens. tests/core/test_enumeration.py has the gradients
+`student` is the policy that it is taken from: pi now, or alpha as it was recorded. A token gets
+its d alone, and none of later tokens. tests/core/test_enumeration.py has the gradients
 that they lead to on stale samples.
 """
 
@@ -24,7 +24,7 @@ from lagrpo.core.ratios import limit, total
 def reverse_kl(
     x: LossInputs, *, student: TokenFunction = pi, strength: NonNegative = 1.0
 ) -> Tensor:
-    """-strength d: the reward whose policy gradient is that of -KL(student || pi_ref)."""
+    """-strength d: a reward whose policy gradient is the gradient of -KL(student || pi_ref)."""
     return -strength * (student(x) - pi_ref(x))
 
 

@@ -12,7 +12,7 @@ KNOBS = {"kl_estimator": "kl"}
 """Settings of [loss] whose knob in core/recipes.py has another name."""
 
 OUTSIDE_RECIPES = ("reference", "reference_prompt", "entropy_coef", "entropy_target")
-"""Settings of [loss] that are no knobs of a recipe."""
+"""Settings of [loss] that do not belong to a recipe."""
 
 LARGEST_ENTROPY_COEF = 10.0
 """The largest coefficient that loss.entropy_target leads to. Without it, a target that is out of

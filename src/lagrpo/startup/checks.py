@@ -120,6 +120,11 @@ def check_reference(settings: Settings, recipe: Recipe) -> None:
                 f"loss.{name} is set, but loss.recipe = {recipe.name!r} reads no reference: set "
                 "loss.beta above 0, or choose a recipe that reads pi_ref (lagrpo recipes)"
             )
+    if recipe.ignores_reward and settings.rollout.dynamic_sampling_rounds:
+        raise SettingsError(
+            "rollout.dynamic_sampling_rounds replaces groups of equal rewards, but loss.recipe = "
+            f"{recipe.name!r} learns without rewards: set it to 0"
+        )
     if loss.reference is not None:
         with as_settings_error("loss.reference"):
             check_path(loss.reference)

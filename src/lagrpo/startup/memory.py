@@ -293,7 +293,7 @@ def _packed(sizes: ModelSizes, computation: Computation) -> int:
 
 
 def _samples_by_policy(settings: Settings, computation: Computation) -> bool:
-    """True if the local engine has no copy of its own: see `build_sampler`."""
+    """True if the local engine samples by the policy, without a copy: see `build_sampler`."""
     is_in_training_mode = (
         settings.optimizer.gradient_checkpointing
         and not computation.fused

@@ -42,7 +42,7 @@ def find_base(path: str) -> str:
 
 
 def read_teacher_files(settings: Settings) -> ModelFiles:
-    """Returns the entries of the teacher's configs, those of its adapter included; none without."""
+    """Returns the entries of the configs of the teacher and its adapter; none without a teacher."""
     if settings.loss.reference is None:
         return {}
     path = resolve_model(settings.loss.reference)

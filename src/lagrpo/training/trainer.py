@@ -322,7 +322,7 @@ class Trainer:
         """Adds up the gradients of this rank's rows.
 
         Returns the rows with log π_k, sums over them, and log π(y)/α(y) of their completions, nats,
-        if the learning rate follows them. If memory runs out, there is no gradient.
+        if the learning rate follows them. If memory runs out, the gradients are dropped.
         """
         used_rows: list[MicroBatch] = []
         log_ratios: list[float] = []

@@ -372,7 +372,7 @@ def _version_of_reference(run: RecordedRun, step: int) -> int:
 def _compare_reference(
     run: RecordedRun, rows: Sequence[Row], folder: str, policy_folder: str, dtype_entry: str
 ) -> None:
-    """Compares the log π_ref of rows with those of the model in a folder."""
+    """Compares the recorded log π_ref of rows with the log-probs of the model in a folder."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(policy_folder, trust_remote_code=False)

@@ -378,7 +378,7 @@ class GroupQueue:
         self._is_closed = False
         self._may_start = threading.Event()
         self._may_start.set()
-        # For free turns, and for `_set_aside`, which says whose turns nobody may take.
+        # For free turns, and for `_set_aside`: turns of these servers stay free.
         self._turns_changed = threading.Condition()
 
     @property
@@ -554,8 +554,8 @@ class GroupQueue:
         if not num_left:
             raise SamplerError(self._end) from error
         logger.warning(
-            "%s. This run did not start the server, so it cannot restart it. It goes on with %d of "
-            "%d servers, and gives groups to this one when it answers again",
+            "%s. This run did not start the server, so it cannot restart it. It continues with %d "
+            "of %d servers, and gives groups to this one when it answers again",
             error,
             num_left,
             len(self._all_servers),

@@ -41,7 +41,7 @@ LOCK = ".lock"
 """In a directory of weights: locked while its process lives."""
 FILES = "model-*.safetensors"
 BUCKET = 2**29
-"""Bytes of weights that are gathered before they are written, to a file of their own."""
+"""Bytes of weights that are gathered before they are written, as one file."""
 # Environment variable with the parent of the directory.
 DIRECTORY = "LAGRPO_TRANSFER_DIR"
 SHARED_MEMORY = Path("/dev/shm")
@@ -430,7 +430,7 @@ def _save_bucket(bucket: Mapping[str, Tensor], directory: Path) -> None:
 def _on_host(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor of the host, which shares the memory of one that is there.
 
-    PyTorch uses pinned memory again, which a GPU fills several times faster than other memory.
+    A GPU fills pinned memory several times faster than other memory, and PyTorch reuses it.
     """
     tensor = tensor.detach().contiguous()
     if not tensor.is_cuda:
