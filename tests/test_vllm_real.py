@@ -378,7 +378,7 @@ def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_ano
     sections: JsonObject = {"run": {"name": "one"}, "schedule": {**schedule, "batches": 4}}
     try:
         monkeypatch.setenv(KEY, servers[0].key)
-        with pytest.raises(SamplerError, match="start it again"):
+        with pytest.raises(SamplerError, match="No server is left"):
             run(model, tmp_path, VllmClient(servers[0].url), **sections)
         monkeypatch.setenv(KEY, servers[1].key)
         result = run(model, tmp_path, VllmClient(servers[1].url), resume="auto", **sections)
