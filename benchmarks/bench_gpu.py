@@ -32,11 +32,10 @@ from lagrpo.core.recipes import resolve
 from lagrpo.model import attention
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rng import uniforms
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import assemble
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, Outcome, Prompt, Request
 
 QWEN = Qwen2Config(
     vocab_size=151_936,

@@ -22,11 +22,10 @@ from wire import Wire
 from work import SEED, read_prompts
 
 from lagrpo.model.model import Packed, Policy, copy_policy
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.startup.build_policy import build_policy
-from lagrpo.types import JsonObject, Prompt
+from lagrpo.types import JsonObject, Prompt, Request
 
 
 def never_ending(policy: Policy) -> Policy:

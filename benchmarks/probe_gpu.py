@@ -39,12 +39,11 @@ from work import SEED, common_options
 from lagrpo.core.recipes import resolve
 from lagrpo.gpu import exactness
 from lagrpo.model.model import Policy, copy_policy
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training import trainer as trainers
 from lagrpo.training.batch import MicroBatch, assemble
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Completion, Group, JsonObject, Prompt
+from lagrpo.types import Completion, Group, JsonObject, Prompt, Request
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -44,9 +44,8 @@ from lagrpo.gpu import exactness
 from lagrpo.model.backend import choose_backend
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Model, Packed, Policy, copy_policy
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.types import Group, JsonObject, Prompt
+from lagrpo.types import Group, JsonObject, Prompt, Request
 
 
 def main() -> None:

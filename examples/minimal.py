@@ -33,10 +33,9 @@ from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.rewards.reward import Rewards
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.tasks import Task, arithmetic
-from lagrpo.types import Group, Outcome
+from lagrpo.types import Group, Outcome, Request
 
 SEED = 0
 N, G = 8, 16  # prompts per batch, completions per prompt (a group)

@@ -23,13 +23,12 @@ from lagrpo.distributed.ranks import Ranks
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Group, Prompt, Request
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]

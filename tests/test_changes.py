@@ -33,11 +33,11 @@ from lagrpo.data.fingerprint import (
 )
 from lagrpo.errors import SettingsError
 from lagrpo.resume.model_files import check_model_files, read_model_files
-from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.runs import load_events
 from lagrpo.runs.environment import read_environment, write_environment
 from lagrpo.startup.arguments import is_loadable
 from lagrpo.tasks import RowTask
+from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.types import JsonObject
 
 CODE = '''

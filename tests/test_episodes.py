@@ -19,12 +19,11 @@ from lagrpo.model.chat import Chat, Replies, RewritingError
 from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.rewards.pool import WorkerPool
 from lagrpo.rollout import decoding
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.decoding import DecodeState
-from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.tasks import Make
-from lagrpo.types import Completion, Group, Prompt
+from lagrpo.tasks.episodes import Episodes
+from lagrpo.types import Completion, Group, Prompt, Request
 
 EOS = 1
 NEVER_IN_TEXT = {0, 2}

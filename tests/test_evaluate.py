@@ -23,11 +23,11 @@ from lagrpo.lifecycle.evaluation import EvalSet, Evaluation, Evaluations, compar
 from lagrpo.rewards.pool import RewardError, RewardPool
 from lagrpo.rewards.reward import Reward
 from lagrpo.rewards.reward import Rewards as SeveralRewards
-from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.rollout.base import SamplingParams
 from lagrpo.runs.directory import Run
 from lagrpo.runs.evaluation_names import Moment
 from lagrpo.settings.schema import Settings
-from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
+from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt, Request
 
 Rewards = dict[int, list[float | None]]
 REWARDS: Rewards = {

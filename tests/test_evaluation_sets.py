@@ -26,7 +26,6 @@ from lagrpo.lifecycle.evaluation import EvalSet, Evaluation, Evaluations, build_
 from lagrpo.lifecycle.run import train
 from lagrpo.rewards.reasons import past_deadline
 from lagrpo.rollout.base import SamplingParams
-from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.directory import BEST
 from lagrpo.runs.evaluation_names import Moment, evaluation_name
@@ -36,6 +35,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.startup.build_tasks import set_up_tasks
 from lagrpo.tasks import RowTask
+from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.terminal.show import show
 from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run

@@ -27,11 +27,11 @@ import lagrpo
 from lagrpo.core.probe import random_inputs
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import every, lags
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.batch import assemble, micro_batches
+from lagrpo.types import Request
 
 BATCHES = 4
 LR = 3e-3

@@ -40,13 +40,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_servers import engine_of
 
 from lagrpo.core.recipes import resolve
-from lagrpo.distributed.ranks import FirstRankSampler, make_mesh
+from lagrpo.distributed.ranks import make_mesh
 from lagrpo.errors import SettingsError
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.model import Policy, copy_policy, sample_weights
 from lagrpo.model.stored import StoredWeights
 from lagrpo.rollout.vllm import weights as vllm_weights
 from lagrpo.rollout.vllm.client import GroupQueue
+from lagrpo.rollout.vllm.first_rank import FirstRankSampler
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build import build_trainer
 from lagrpo.startup.build_policy import build_policy, check_same_model

@@ -20,14 +20,15 @@ ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "errors": {"logs"},
     "rewards": {*SMALL, "core"},
-    "tasks": {*SMALL, "core", "rewards"},
+    "tasks": {*SMALL, "core", "model", "rewards"},
     "runs": {*SMALL},
     "cpu": {"machine"},
     "gpu": {"machine"},
     "model": {*LEAVES, "cpu", "gpu"},
     "settings": {*SMALL, "core", "rewards"},
-    "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
-    "rollout": {*LEAVES, "cpu", "gpu", "model", "rewards", "settings", "tasks"},
+    "data": {*LEAVES, "model", "runs", "tasks"},
+    "distributed": {*SMALL},
+    "rollout": {*LEAVES, "cpu", "distributed", "gpu", "model", "rewards", "settings", "tasks"},
     "terminal": {*SMALL, "core", "runs", "settings", "tasks"},
     "diagnosis": {*SMALL, "core", "runs", "settings", "terminal"},
     "view": {
@@ -44,14 +45,13 @@ ALLOWED: dict[str, set[str]] = {
 }
 BELOW = set(ALLOWED)
 ALLOWED |= {
-    "distributed": {*SMALL, "model", "rollout"},
     "training": {
         *LEAVES,
         *("cpu", "data", "distributed", "model", "rewards", "rollout", "settings", "tasks"),
     },
-    "resume": BELOW - {"verify", "view", "diagnosis"} | {"distributed", "training"},
-    "startup": BELOW - {"verify", "view", "diagnosis"} | {"distributed", "training", "resume"},
-    "lifecycle": BELOW - {"verify", "view"} | {"distributed", "training", "resume", "startup"},
+    "resume": {*LEAVES, "data", "distributed", "model", "rewards", "runs", "settings", "tasks"},
+    "startup": BELOW - {"verify", "view", "diagnosis"} | {"training", "resume"},
+    "lifecycle": BELOW - {"verify", "view"} | {"training", "resume", "startup"},
     "study": {*SMALL, "core", "runs", "settings", "terminal", "startup", "lifecycle"},
     "env": {*LEAVES, "cpu", "gpu", "model", "runs"},
     "cli": BELOW | {"startup", "resume", "lifecycle", "study", "env"},

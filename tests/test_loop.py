@@ -18,7 +18,7 @@ from tiny import tiny_policy
 from lagrpo.data.prompts import PromptSource
 from lagrpo.distributed.ranks import Ranks
 from lagrpo.rewards.pool import RewardError, RewardPool
-from lagrpo.rollout.base import EngineDefaults, Request, SamplingParams, WeightSyncError
+from lagrpo.rollout.base import EngineDefaults, SamplingParams, WeightSyncError
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher, VersionError
 from lagrpo.rollout.schedule import LoopState
@@ -31,7 +31,7 @@ from lagrpo.training.loop import train_loop
 from lagrpo.training.sampling import Sampling, TaskSetup
 from lagrpo.training.step import Clock, Phase, Step, ignore_activity
 from lagrpo.training.trainer import Trainer
-from lagrpo.types import Completion, Group, Prompt
+from lagrpo.types import Completion, Group, Prompt, Request
 
 
 @pytest.fixture

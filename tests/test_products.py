@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from lagrpo.cpu import kernels, library, panels
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Packed, PackedWeights, Weights, copy_policy
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.types import Prompt
+from lagrpo.types import Prompt, Request
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
 

@@ -33,9 +33,8 @@ from lagrpo.distributed.ranks import Ranks
 from lagrpo.distributed.torchrun import check_ranks, local_size, world_size
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
-from lagrpo.lifecycle import run
+from lagrpo.lifecycle import checkpoint, run
 from lagrpo.lifecycle.callbacks import Callback
-from lagrpo.resume import checkpoint
 from lagrpo.resume.checkpoint_files import CheckpointError
 from lagrpo.types import Result
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.decoding import number_tokens
 from lagrpo.rollout.rows import Row, Rows
-from lagrpo.types import Prompt
+from lagrpo.types import Prompt, Request
 
 REQUEST = Request(1, 0, Prompt(0, (), None))
 

@@ -16,12 +16,11 @@ from lagrpo.model.layout import Packed
 from lagrpo.model.logprobs import CDF_BLOCK
 from lagrpo.model.model import copy_policy
 from lagrpo.rng import uniforms
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build_engines import build_evaluator, build_sampler, sampling_params
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Group, Prompt, Request
 
 either_computation = pytest.mark.usefixtures("either_computation")
 

@@ -21,8 +21,8 @@ from lagrpo.model import chat as model_chat
 from lagrpo.model.chat import Chat, Replies, TemplateError
 from lagrpo.rewards import builtin
 from lagrpo.rewards.reward import Reward, Rewards
-from lagrpo.rollout.episodes import check_call_format
 from lagrpo.runs import load_rollouts
+from lagrpo.startup.build_episodes import check_call_format
 from lagrpo.startup.build_tasks import warn_of_formats
 from lagrpo.tasks.environments import Tools
 from lagrpo.types import JsonObject, Prompt

@@ -1,4 +1,4 @@
-"""The data that passes through Algorithm 1: Prompt, Completion, Group.
+"""The data that passes through Algorithm 1: Request, Prompt, Completion, Group.
 
 Shape suffixes, used everywhere:
 
@@ -263,6 +263,27 @@ class Group:
         """The rewards of the scored completions, in their order."""
         rewards = [completion.reward for completion in self.scored]
         return tuple(reward for reward in rewards if reward is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """G completions of a prompt for a batch.
+
+    `epoch` is the pass over the split that the prompt comes from. Where two passes meet, a batch
+    can hold a prompt twice. `begun` has the completions of a group in flight; those that have not
+    ended go on from the tokens that they have.
+    """
+
+    batch: int
+    epoch: int
+    prompt: Prompt
+    """tokenized"""
+    begun: tuple[Completion, ...] = ()
+
+    @property
+    def address(self) -> tuple[int, int, int]:
+        """The key of the group's random numbers, within a seed and a purpose."""
+        return self.batch, self.epoch, self.prompt.key
 
 
 @dataclass(frozen=True, slots=True)

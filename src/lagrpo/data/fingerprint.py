@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.tasks import RowTask, Task
 from lagrpo.tasks.columns import as_stored
+from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.tasks.splits import iterate_rows
 from lagrpo.types import JsonObject, JsonView, Prompt
 

@@ -13,10 +13,9 @@ from lagrpo.data.fingerprint import digest_prompt
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy
 from lagrpo.model.reference_prompt import ReferencePrompt
-from lagrpo.rollout.base import Request
-from lagrpo.rollout.episodes import Episodes
 from lagrpo.tasks import Task, name_prompt, order_prompts
-from lagrpo.types import JsonView, Prompt
+from lagrpo.tasks.episodes import Episodes
+from lagrpo.types import JsonView, Prompt, Request
 
 
 class PromptSource:

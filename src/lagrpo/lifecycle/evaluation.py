@@ -38,8 +38,7 @@ from lagrpo.model.embedded import is_adapter
 from lagrpo.model.model import Policy
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import NOT_SCORED, Rewards
-from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
-from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
+from lagrpo.rollout.base import RolloutEngine, SamplingParams
 from lagrpo.runs.directory import BEST, Run, check_writable, plain_name
 from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
 from lagrpo.runs.files import read_json_object, to_json, write_atomically, write_table
@@ -55,13 +54,15 @@ from lagrpo.startup.build_engines import (
     start_servers,
     wait_for_shared_gpu,
 )
+from lagrpo.startup.build_episodes import max_reply_tokens
 from lagrpo.startup.build_policy import build_policy, check_same_model, with_start
 from lagrpo.startup.build_tasks import load_tasks, set_up_tasks
 from lagrpo.startup.checks import check_evaluation, check_server_gpus
 from lagrpo.tasks import Task
+from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.terminal.text import count_of, count_reasons, formatted_interval, unscored_text
 from lagrpo.training.sampling import TaskSetup, share
-from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
+from lagrpo.types import Group, JsonObject, Outcome, Range, Request, is_correct
 
 logger = logging.getLogger("lagrpo")
 

@@ -17,11 +17,11 @@ import torch
 from lagrpo import logs
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, drop_closed_terminal
 from lagrpo.lifecycle.callbacks import Callback, FaultWatch, Status, Trackers
+from lagrpo.lifecycle.checkpoint import restore_checkpoint, save_checkpoint
 from lagrpo.lifecycle.evaluation import Evaluations
 from lagrpo.lifecycle.recording import Recorder
 from lagrpo.lifecycle.resuming import ResumeState, describe_environment, resume_command, resume_run
 from lagrpo.model.loading import quiet
-from lagrpo.resume.checkpoint import restore_checkpoint, save_checkpoint
 from lagrpo.resume.checkpoint_files import prune_checkpoints
 from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.schedule import LoopState

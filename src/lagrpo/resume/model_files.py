@@ -1,16 +1,18 @@
-"""The files of a model beside its weights, as a run began with them: a change stops a resume.
+"""What a run began with: a change of its model or data stops a resume.
 
-They decide the forward pass, where a completion ends, and the text of its tokens. Chat templates
-are not here: sources.py has their digest, and they count by the tokens of the prompts.
+The files of a model beside its weights decide the forward pass, where a completion ends, and the
+text of its tokens. Chat templates are not here: sources.py has their digest, and they count by the
+tokens of the prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from lagrpo.data.fingerprint import digest, value_text
+from lagrpo.data.fingerprint import Digests, digest, value_text
 from lagrpo.errors import parse_json
 from lagrpo.model.directory import GENERATION_CONFIG
 from lagrpo.model.embedded import ADAPTER_CONFIG
@@ -19,6 +21,20 @@ from lagrpo.model.files import CONFIG, TOKENIZER, TOKENIZER_CONFIG, find_source
 ModelFile = Mapping[str, Any]
 """The entries of a file by key. An entry with a long text is a digest of it: LONG, 16 digits."""
 ModelFiles = Mapping[str, ModelFile]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The model and the data of a run, by digests: a run that resumes must have the same."""
+
+    model_path: str
+    model: str  # the fingerprint of the initial weights
+    model_files: ModelFiles  # the entries of the model's other files
+    data: Digests
+    """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
+    teacher: str | None = None  # the fingerprint of the model of loss.reference
+    teacher_files: ModelFiles = field(default_factory=dict[str, ModelFile])  # its configs
+
 
 FILES = (
     CONFIG,

@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and the requests that they get.
+"""The interface of rollout engines.
 
 An engine is in this process (local.py), samples from servers (vllm/engine.py), or is the user's. An
 engine says what it can do; nobody asks which one it is.
@@ -15,34 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from lagrpo.model.model import Policy
-from lagrpo.rollout.episodes import Episodes
-from lagrpo.types import Completion, Group, Prompt
+from lagrpo.tasks.episodes import Episodes
+from lagrpo.types import Group, Request
 
 if TYPE_CHECKING:
     from lagrpo.rollout.sync_check import Agreement
 
 # The token ids of a prompt, and the token ids of a completion.
 Item = tuple[Sequence[int], Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """G completions of a prompt for a batch.
-
-    `epoch` is the pass over the split that the prompt comes from. Where two passes meet, a batch
-    can hold a prompt twice. `begun` has the completions of a group in flight; those that have not
-    ended go on from the tokens that they have.
-    """
-
-    batch: int
-    epoch: int
-    prompt: Prompt  # tokenized
-    begun: tuple[Completion, ...] = ()
-
-    @property
-    def address(self) -> tuple[int, int, int]:
-        """The key of the group's random numbers, within a seed and a purpose."""
-        return self.batch, self.epoch, self.prompt.key
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,8 @@ from torch import Tensor
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy
 from lagrpo.rng import uniforms
-from lagrpo.rollout.base import EngineDefaults, Request, SamplingParams
+from lagrpo.rollout.base import EngineDefaults, SamplingParams
 from lagrpo.rollout.decoding import DecodeState, DecodingState
-from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.recorded import (
     KEPT_SHARE,
     LARGEST_SHARE,
@@ -41,7 +40,8 @@ from lagrpo.rollout.recorded import (
 from lagrpo.rollout.rows import Row, Rows
 from lagrpo.rollout.stop import completes_stop
 from lagrpo.rollout.sync_check import LocalCheck
-from lagrpo.types import Completion, Group
+from lagrpo.tasks.episodes import Episode, Episodes
+from lagrpo.types import Completion, Group, Request
 
 # Steps that a row waits for its environment, if rounding depends on what is computed with the row.
 PAUSE = 4

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
-from lagrpo.types import Group, OutcomeKind
+from lagrpo.rollout.base import RolloutEngine, SamplingParams
+from lagrpo.types import Group, OutcomeKind, Request
 
 _Waiting = tuple[dict[int, list[Group]], dict[int, list[int]]]
 """Groups, and the versions that may sample the tokens, by batch."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lagrpo.rollout.base import Request
 from lagrpo.rollout.decoding import number_tokens
-from lagrpo.rollout.episodes import Episode
-from lagrpo.types import Completion
+from lagrpo.tasks.episodes import Episode
+from lagrpo.types import Completion, Request
 
 
 @dataclass(slots=True, eq=False)

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from lagrpo.model.layout import Packed
 from lagrpo.model.model import Policy
-from lagrpo.rollout.base import Item, Request, WeightSyncError, check_version
+from lagrpo.rollout.base import Item, WeightSyncError, check_version
 from lagrpo.rollout.prefetch import in_order
-from lagrpo.types import Group
+from lagrpo.types import Group, Request
 
 if TYPE_CHECKING:
     from lagrpo.rollout.local import LocalSampler

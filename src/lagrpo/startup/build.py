@@ -19,9 +19,7 @@ from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_attention
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
-from lagrpo.resume.checkpoint import Inputs
-from lagrpo.resume.model_files import read_model_files
-from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
+from lagrpo.resume.model_files import Inputs, read_model_files
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build_engines import (
@@ -32,6 +30,7 @@ from lagrpo.startup.build_engines import (
     start_servers,
     wait_for_shared_gpu,
 )
+from lagrpo.startup.build_episodes import max_reply_tokens
 from lagrpo.startup.build_policy import build_policy, check_same_model, loading, with_start
 from lagrpo.startup.build_tasks import (
     TaskSetup,
@@ -49,6 +48,7 @@ from lagrpo.startup.teacher import (
     read_teacher_files,
 )
 from lagrpo.tasks import Task
+from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.training import fsdp
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.sampling import Sampling

@@ -9,7 +9,7 @@ from typing import Any
 
 from lagrpo.core.references import call_users_function
 from lagrpo.data.prompts import PromptSource
-from lagrpo.distributed.ranks import FirstRankSampler, Ranks
+from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import as_settings_error
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_files, load_config
@@ -22,15 +22,16 @@ from lagrpo.rollout.base import (
     WeightCheck,
     WeightSyncError,
 )
-from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import build_engine
+from lagrpo.rollout.vllm.first_rank import FirstRankSampler
 from lagrpo.rollout.vllm.server import open_servers, wait_until_ready
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build_policy import loading
 from lagrpo.startup.checks import server_shares_gpu
+from lagrpo.tasks.episodes import Episodes
 
 
 def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> list[VllmClient]:

@@ -21,11 +21,12 @@ from lagrpo.model.reference_prompt import ReferencePrompt
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool, count_workers
 from lagrpo.rewards.reward import RewardFunction, Rewards
-from lagrpo.rollout.episodes import MAIN_TASK, build_episodes
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import TaskSettings
+from lagrpo.startup.build_episodes import build_episodes
 from lagrpo.tasks import Task, complete_task, drop_overlong, environment_of, load_task
 from lagrpo.tasks.data import prompt_keys
+from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.tasks.files import Row
 from lagrpo.training.sampling import TaskSetup
 from lagrpo.types import Prompt

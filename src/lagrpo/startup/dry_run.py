@@ -12,11 +12,11 @@ from lagrpo.core.objective import Recipe
 from lagrpo.data.prompts import PromptSource
 from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import as_settings_error
-from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.rollout.vllm.server import find_python
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
+from lagrpo.startup.build_episodes import max_reply_tokens
 from lagrpo.startup.build_policy import build_outline
 from lagrpo.startup.build_tasks import (
     build_offline,
@@ -29,6 +29,7 @@ from lagrpo.startup.build_tasks import (
 from lagrpo.startup.explain import print_meaning
 from lagrpo.startup.teacher import check_teacher
 from lagrpo.tasks import Task
+from lagrpo.tasks.episodes import MAIN_TASK
 
 
 def explain_run(settings: Settings, recipe: Recipe, task: Task | None) -> None:

@@ -26,7 +26,6 @@ from lagrpo.model.attention import Shape
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_supported, load_config
-from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.rollout.recorded import total_memory
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.lag_table import ADVICE, Advice, advice_for, nearest_lag, shares_kept
@@ -48,6 +47,7 @@ from lagrpo.startup.memory import (
 )
 from lagrpo.startup.teacher import SETTING, find_base, teacher_dtype
 from lagrpo.tasks import Task
+from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.terminal.text import count_of
 from lagrpo.training.entropy import check_entropy_target
 

@@ -21,15 +21,15 @@ from lagrpo.distributed.ranks import Ranks
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy, count_differing, sample_weights
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams, WeightCheck
-from lagrpo.rollout.episodes import Episodes
+from lagrpo.rollout.base import RolloutEngine, SamplingParams, WeightCheck
 from lagrpo.rollout.prefetch import Prefetcher, in_order
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
+from lagrpo.tasks.episodes import Episodes
 from lagrpo.training.batch import has_zero_variance
 from lagrpo.training.step import Clock, Phase
-from lagrpo.types import Group, SyncReason
+from lagrpo.types import Group, Request, SyncReason
 
 
 @dataclass(frozen=True, slots=True)

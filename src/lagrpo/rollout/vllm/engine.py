@@ -22,8 +22,7 @@ from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
-from lagrpo.rollout.base import EngineDefaults, Item, Request, SamplingParams
-from lagrpo.rollout.episodes import Episode, Episodes
+from lagrpo.rollout.base import EngineDefaults, Item, SamplingParams
 from lagrpo.rollout.stop import completes_stop, count_until_stop
 from lagrpo.rollout.sync_check import ServerCheck
 from lagrpo.rollout.vllm.client import (
@@ -36,7 +35,8 @@ from lagrpo.rollout.vllm.client import (
 from lagrpo.rollout.vllm.server import StartedServer, wait_until_ready
 from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
-from lagrpo.types import Completion, Group, Outcome
+from lagrpo.tasks.episodes import Episode, Episodes
+from lagrpo.types import Completion, Group, Outcome, Request
 
 # vLLM's reason for the end of a request that was stopped.
 STOPPED = "abort"

@@ -1,7 +1,7 @@
 """Checkpoints: what a run needs to resume after a batch, to the bit, is written and restored here.
 
-checkpoint_files.py has the files of a checkpoint, and finds damage to them. Random numbers are
-keyed: unfinished completions are sampled again, token for token.
+resume/checkpoint_files.py has the files of a checkpoint, and finds damage to them. Random numbers
+are keyed: unfinished completions are sampled again, token for token.
 """
 
 # Some functions of safetensors have no types.
@@ -12,7 +12,7 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import safetensors.torch as safetensors
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lagrpo.data.fingerprint import Digests, check_visited
+from lagrpo.data.fingerprint import check_visited
 from lagrpo.distributed.ranks import Ranks
 from lagrpo.distributed.shared import wait_for
 from lagrpo.errors import SettingsError, as_settings_error, describe_error
@@ -36,7 +36,7 @@ from lagrpo.resume.checkpoint_files import (
     weights_file,
     write_state,
 )
-from lagrpo.resume.model_files import ModelFile, ModelFiles, check_model_files
+from lagrpo.resume.model_files import Inputs, check_model_files
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
@@ -48,19 +48,6 @@ from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, Outco
 
 SYNCED = "synced/"
 """Prefix of the names of `sampling.synced` in trainer.safetensors; the rest is the index."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The model and the data of a run, by digests: a run that resumes must have the same."""
-
-    model_path: str
-    model: str  # the fingerprint of the initial weights
-    model_files: ModelFiles  # the entries of the model's other files
-    data: Digests
-    """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
-    teacher: str | None = None  # the fingerprint of the model of loss.reference
-    teacher_files: ModelFiles = field(default_factory=dict[str, ModelFile])  # its configs
 
 
 # Writing
