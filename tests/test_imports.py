@@ -49,7 +49,10 @@ ALLOWED |= {
         *LEAVES,
         *("cpu", "data", "distributed", "model", "rewards", "rollout", "settings", "tasks"),
     },
-    "resume": {*LEAVES, "data", "distributed", "model", "rewards", "runs", "settings", "tasks"},
+    "resume": {
+        *LEAVES,
+        *("data", "distributed", "model", "rewards", "runs", "settings", "tasks", "training"),
+    },
     "startup": BELOW - {"verify", "view", "diagnosis"} | {"training", "resume"},
     "lifecycle": BELOW - {"verify", "view"} | {"training", "resume", "startup"},
     "study": {*SMALL, "core", "runs", "settings", "terminal", "startup", "lifecycle"},
