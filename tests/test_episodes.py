@@ -15,8 +15,9 @@ from tiny import TURNS, tiny_policy, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lagrpo.model.chat import Chat, Replies, RewritingError
+from lagrpo.model.chat import Chat
 from lagrpo.model.model import Packed, Policy, copy_policy
+from lagrpo.model.replies import Replies, RewritingError
 from lagrpo.rewards.pool import WorkerPool
 from lagrpo.rollout import decoding
 from lagrpo.rollout.decoding import DecodeState

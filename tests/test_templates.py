@@ -18,7 +18,8 @@ from tiny import CHAT, TURNS, tiny_model, tiny_policy, tiny_tokenizer
 from lagrpo.errors import SettingsError
 from lagrpo.lifecycle.run import train
 from lagrpo.model import chat as model_chat
-from lagrpo.model.chat import Chat, Replies, TemplateError
+from lagrpo.model.chat import Chat, TemplateError
+from lagrpo.model.replies import Replies
 from lagrpo.rewards import builtin
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts

@@ -19,14 +19,10 @@ from typing import Any
 import torch
 
 from lagrpo.errors import one_line_errors, parse_json
-from lagrpo.model.chat import (
-    Replies,
-    check_thought,
-    extra_keys,
-    find_hidden_key,
-    without_repetition,
-)
+from lagrpo.model.chat import check_thought, without_repetition
 from lagrpo.model.model import Policy
+from lagrpo.model.rendered import extra_keys, find_hidden_key
+from lagrpo.model.replies import Replies
 from lagrpo.rng import permutation
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import order_prompts

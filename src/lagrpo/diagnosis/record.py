@@ -1,4 +1,4 @@
-"""What a detector reads: settings, metrics, rollouts and evaluations of a run."""
+"""The record of a run for detectors: settings, metrics, rollouts and evaluations of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ALL_WRONG = "all wrong"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has recorded so far."""
+    """The records of a run so far."""
 
     settings: JsonObject
     """by their names, such as rollout.temperature"""

@@ -1,4 +1,4 @@
-"""How a run resumes: its files are checked, its two sides restored, and its records cut back.
+"""Resuming a run: its files are checked, its two sides restored, and its records cut back.
 
 A run resumes from its newest checkpoint, or begins again if it ended before the first one.
 """

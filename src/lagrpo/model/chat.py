@@ -1,15 +1,4 @@
-"""Chat: from messages to token ids and back, by a model's tokenizer and chat template.
-
-A conversation may have several turns. The tokens of an environment's reply are what the template
-adds between the end of an assistant's turn and the next one. A reply is tokenized once and
-appended; what the policy sampled is never tokenized again. The text of a reply is found with a
-short conversation in which only the reply is real:
-
-    render(user "1", assistant "2", reply)  =  render(user "1") + "2" + END + reply's text
-
-This holds for the real conversation if the template only appends to what it has rendered. lagrpo
-rejects other templates: the policy would have sampled after other tokens than the template shows.
-"""
+"""Chat: from messages to token ids and back, by a model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -29,43 +18,32 @@ from typing import Any
 
 from lagrpo.errors import one_line
 from lagrpo.model.files import TOKENIZER, find_source, save_ends, save_tokenizer
+from lagrpo.model.rendered import (
+    Messages,
+    Tools,
+    check_rendered,
+    check_shown,
+    check_tools,
+    extra_keys,
+    find_hidden_key,
+)
 from lagrpo.types import THOUGHT_BEGIN, THOUGHT_END, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
-Tools = Sequence[JsonView]
-Messages = Sequence[JsonView]
-# A short conversation, in which a reply is rendered: a user's message, and the text of an
-# assistant's turn without and with a thought.
+# The shortest conversation, to see what a template writes around messages.
 OPENING = ({"role": "user", "content": "1"},)
-TURN = "2"
-THOUGHT = "<think>\n3\n</think>\n\n4"
 ANSWER = "This is an answer"
-WHAT_TO_DO = (
-    "Set model.chat_template to a copy that keeps earlier turns unchanged, thinking included"
-)
-# Messages of these roles may stand anywhere in a prompt: templates move them to the front or into a
-# user's turn.
-ROLES_IN_FRONT = ("system", "developer")
-# Switches of thinking in a message, which some templates act on and remove.
-SWITCHES = re.compile(r"/(?:no_?think|think|system_override)\b")
 EMPTY_THOUGHT_AT_END = re.compile(r"<think>\s*</think>\s*$")
 EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 # A template renders in milliseconds. Other threads of the process spend CPU time, too.
 RENDERING_SECONDS = 30.0
-TAG = re.compile(r"</?[\w:]{1,30}>")
 # A tag at the end of a rendered prompt, such as <think> or [THINK]. Group 1 is the name of a tag
 # that may be the header of a turn.
 OPENED_TAG = re.compile(rf"(?:<(\w+)>|{THOUGHT_BEGIN.pattern})\s*$")
-# Keys of a message in which chat templates find a thought.
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class TemplateError(ValueError):
     """A chat template fails on some messages."""
-
-
-class RewritingError(ValueError):
-    """The chat template cannot be used for several turns."""
 
 
 @contextmanager
@@ -148,144 +126,6 @@ def check_thought(before: str, answer: str, *, finished: bool) -> None:
             f"the prompt ends with {tag}, but its completion does not close it: add the end of the "
             "thought, or set finished = false if the completion was cut"
         )
-
-
-# What a rendered prompt must have
-
-
-def check_rendered(messages: Messages, text: str) -> None:
-    """Raises ValueError unless a rendered prompt has the texts of all messages, in their order."""
-    end_of_previous = 0
-    for number, message in enumerate(messages, start=1):
-        is_in_front = message["role"] in ROLES_IN_FRONT
-        end = 0 if is_in_front else end_of_previous
-        for piece in required_pieces(message):
-            end = find_end(piece, text, end)
-            if end < 0:
-                raise ValueError(
-                    f"the rendered prompt lacks {one_line(piece, 80)!r} of its message {number} "
-                    f"(role {message['role']!r}). "
-                    "Change the message, or set model.chat_template to a template that shows it"
-                )
-        if not is_in_front:
-            end_of_previous = end
-
-
-def required_pieces(message: JsonView) -> Iterator[str]:
-    """Yields the texts of a message that no chat template may drop, in order.
-
-    They are its content without the white space around it, its refusal, and the names of the
-    functions that it calls. Templates drop the thinking of earlier turns, and some drop the tags of
-    an answer and the switches of thinking.
-    """
-    content = message.get("content")
-    text = content if isinstance(content, str) else ""
-    separator = SWITCHES
-    if message["role"] == "assistant":
-        text = THOUGHT_END.split(text)[-1]
-        separator = TAG
-    yield from filter(None, map(str.strip, separator.split(text)))
-    if message.get("refusal"):
-        yield str(message["refusal"]).strip()
-    for call in message.get("tool_calls") or ():
-        yield call.get("function", call)["name"]
-
-
-def check_tools(tools: Tools, text: str) -> None:
-    """Raises ValueError unless a rendered prompt has the names of its tools."""
-    for tool in tools:
-        name = tool.get("function", tool)["name"]
-        if name not in text:
-            raise ValueError(
-                f"the rendered prompt lacks the function {name!r} of its column 'tools'. Set "
-                "model.chat_template to a template that shows tools, or remove the column"
-            )
-
-
-def check_shown(message: JsonView, text: str) -> None:
-    """Raises ValueError unless the rendered `text` has all that a message says.
-
-    It is for messages that are learned: their thoughts, the arguments of their calls, and their
-    other keys must be there, too.
-    """
-    content_pieces = map(str.strip, TAG.split(message.get("content") or ""))
-    pieces = [("content", piece) for piece in content_pieces if piece]
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        call_pieces = [function["name"], *texts_of(function.get("arguments"))]
-        pieces += [("tool_calls", piece) for piece in call_pieces]
-    for key in extra_keys(message):
-        value = message[key]
-        pieces += [(key, piece) for piece in texts_of(value) or [json.dumps(value)]]
-    for key, piece in pieces:
-        if find_end(piece, text, 0) < 0:
-            raise ValueError(
-                f"the chat template does not show the {key} {one_line(piece, 80)!r} of its message "
-                f"with role {message['role']!r}. Remove it, or set model.chat_template to a "
-                "template that shows it"
-            )
-
-
-def find_hidden_key(messages: Messages, text: str) -> str | None:
-    """Returns a key of a message whose texts are not in the rendered `text`; None if all are.
-
-    Templates leave out earlier thoughts.
-    """
-    for message in messages:
-        for key in extra_keys(message):
-            is_thought = key in THOUGHT_KEYS
-            pieces = texts_of(message[key])
-            if not is_thought and not all(find_end(piece, text, 0) >= 0 for piece in pieces):
-                return key
-    return None
-
-
-def extra_keys(message: JsonView) -> list[str]:
-    """Returns the keys of a message that have a value, beside its text and its calls.
-
-    Ids, and the names of tools, do not count: templates show them only where a model needs them.
-    """
-    known_keys = ["role", "content", "tool_calls", "tool_call_id", "id"]
-    if message["role"] not in ("user", "assistant"):
-        known_keys.append("name")
-    return [key for key, value in message.items() if key not in known_keys and not is_empty(value)]
-
-
-def is_empty(value: object) -> bool:
-    """True for null, false, and empty texts, lists and tables; not for 0."""
-    return value is None or value is False or value in ("", [], {})
-
-
-def texts_of(value: object) -> list[str]:
-    """Returns the texts in a value, and the keys of its tables."""
-    if isinstance(value, str):
-        return [value.strip()] if value.strip() else []
-    texts: list[str] = []
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            texts += [key, *texts_of(entry)]
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            texts += texts_of(entry)
-    return texts
-
-
-def find_end(piece: str, text: str, start: int) -> int:
-    """Returns the end of the first occurrence of a piece in a text, from `start` on; -1 if none.
-
-    The text may have the piece as it is or as JSON.
-    """
-    forms = {
-        piece,
-        json.dumps(piece)[1:-1],
-        json.dumps(piece, ensure_ascii=False)[1:-1],
-    }
-    ends: list[int] = []
-    for form in forms:
-        position = text.find(form, start)
-        if position >= 0:
-            ends.append(position + len(form))
-    return min(ends, default=-1)
 
 
 def write_arguments(message: JsonView) -> JsonView:
@@ -722,88 +562,3 @@ class Chat:
         return self.tokenizer.decode(
             spoken_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-
-
-class Replies:
-    """The replies of environments in the tokens of a chat. Any thread may use it."""
-
-    def __init__(self, chat: Chat) -> None:
-        self.chat = chat
-        self._checked: set[tuple[str, ...]] = set()
-
-    @cached_property
-    def end_id(self) -> int:
-        """The token that ends a turn of the policy; after any other one the rollout ends."""
-        return self.chat.end_id
-
-    def check(self, messages: Messages) -> None:
-        """Raises RewritingError if messages of these roles make the template change earlier turns.
-
-        Also raises TemplateError.
-        """
-        thoughtful = [*OPENING, {"role": "assistant", "content": THOUGHT}, *messages]
-        texts = {
-            self._render_reply(OPENING, TURN, messages),
-            self._render_reply(OPENING, THOUGHT, messages),
-            self._render_reply(thoughtful, TURN, messages),
-        }
-        if len(texts) > 1:
-            raise RewritingError(
-                f"the chat template renders a reply differently after other turns. {WHAT_TO_DO}"
-            )
-
-    def tokens(self, messages: Messages) -> tuple[int, ...]:
-        """Returns the tokens that follow the end of a turn of the policy.
-
-        Raises as `check`, and ValueError.
-        """
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._checked:
-            self.check(messages)
-            self._checked.add(roles)
-        text = self._render_reply(OPENING, TURN, messages)
-        check_rendered(messages, text)
-        # Some tokenizers strip white space after the end token, or mark the beginning of a text.
-        ids = self.chat.encode(self._turn_end + text, add_special_tokens=False)
-        if ids[:1] == [self.end_id]:
-            ids = ids[1:]
-        else:
-            # The tokenizer joins the end with what follows. The policy has sampled the end alone.
-            ids = self.chat.encode(text, add_special_tokens=False)
-        self.chat.check_vocabulary(ids)
-        return tuple(ids)
-
-    @property
-    def _turn_end(self) -> str:
-        """The text of the token that ends a turn."""
-        return str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
-
-    def _render_reply(self, before: Messages, turn: str, messages: Messages) -> str:
-        """Returns the text of `messages` behind the end of an assistant's turn.
-
-        The conversation is `before`, then a turn of the assistant with the text `turn`, then
-        `messages`.
-        """
-        if self.chat.tokenizer.chat_template is None:
-            raise RewritingError(
-                "the tokenizer has no chat template to separate turns: set model.chat_template"
-            )
-        so_far = self.chat.render(before) + turn
-        longer = self.chat.render([*before, {"role": "assistant", "content": turn}, *messages])
-        if not longer.startswith(so_far):
-            start = 0
-            while so_far[start : start + 1] == longer[start : start + 1]:
-                start += 1
-            before_change = so_far[start:][:40]
-            after_change = longer[start:][:40]
-            raise RewritingError(
-                "the chat template changes earlier turns when the conversation continues: "
-                f"{before_change!r} becomes {after_change!r}. {WHAT_TO_DO}"
-            )
-        text_behind = longer[len(so_far) :]
-        if not text_behind.startswith(self._turn_end):
-            raise RewritingError(
-                f"the chat template ends an assistant turn with {text_behind[:20]!r}, "
-                f"not with {self._turn_end!r}. {WHAT_TO_DO}"
-            )
-        return text_behind.removeprefix(self._turn_end)

@@ -1,4 +1,4 @@
-"""What the reference sees instead of a prompt: a template of the user, for self-distillation.
+"""The prompt of the reference, by a template of the user, for self-distillation.
 
 The template renders to a text, which replaces the last message of the user. Then the policy's chat
 template renders the messages, with the same checks as for the policy.

@@ -88,7 +88,7 @@ class CheckpointError(OSError):
 
 
 class FileDigest(TypedDict):
-    """What state.json says of another file."""
+    """The entry of a file in state.json."""
 
     bytes: int
     digest: str

@@ -1,4 +1,4 @@
-"""What a run began with: a change of its model or data stops a resume.
+"""The model and the data that a run began with: a change stops a resume.
 
 The files of a model beside its weights decide the forward pass, where a completion ends, and the
 text of its tokens. Chat templates are not here: sources.py has their digest, and they count by the

@@ -1,4 +1,4 @@
-"""How texts are read before they are compared: without thinking, and in one normal form.
+"""Texts as they are compared: without thinking, and in one normal form.
 
 Reference answers and completions have the same normal form, so none of them is wrong because of
 the way in which its characters are typed.

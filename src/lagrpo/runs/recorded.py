@@ -1,4 +1,4 @@
-"""What several runs have recorded, so that they can be compared."""
+"""The records of several runs, to compare them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from lagrpo.errors import as_settings_error, one_line
-from lagrpo.model.chat import OPENING, Chat, Replies, TemplateError
+from lagrpo.model.chat import OPENING, Chat, TemplateError
+from lagrpo.model.replies import Replies
 from lagrpo.rewards.pool import WorkerPool
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import TaskSettings

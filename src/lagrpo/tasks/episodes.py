@@ -1,8 +1,8 @@
 """Multi-turn rollouts: after each turn of the policy an environment replies or ends the episode.
 
-A reply is appended as tokens that were not sampled (`model/chat.py`). If a limit ends an episode,
-the episode gets the reward that it had by then, and the reason of its outcome names the limit. That
-is not a failure.
+A reply is appended as tokens that were not sampled (`model/replies.py`). If a limit ends an
+episode, the episode gets the reward that it had by then, and the reason of its outcome names the
+limit. That is not a failure.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lagrpo.model.chat import Replies, RewritingError
+from lagrpo.model.replies import Replies, RewritingError
 from lagrpo.rewards.pool import Job, WorkerPool
-from lagrpo.tasks import Key
+from lagrpo.tasks import Key, StepResult
 from lagrpo.tasks.environments import take_turn
 from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 
@@ -130,14 +130,7 @@ class Episode:
             return ()
         reply, self._environment = turn
         if reply.done:
-            reasons = [reply.reason]
-            if not self._turn_finished:
-                reasons.append(self._limit_reason)
-            reason = "; ".join(filter(None, reasons))
-            if reply.is_answer:
-                self.outcome = Outcome(OutcomeKind.ANSWERED, reason=reason)
-            else:
-                self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, reason)
+            self.outcome = self._last_outcome(reply)
             self.finished = self._turn_finished
             return ()
 
@@ -167,6 +160,16 @@ class Episode:
         contents = [str(message.get("content") or "") for message in reply.messages]
         self.turns.append("\n".join(contents))
         return tokens
+
+    def _last_outcome(self, reply: StepResult) -> Outcome:
+        """Returns the outcome of an episode that the environment ends with this reply."""
+        reasons = [reply.reason]
+        if not self._turn_finished:
+            reasons.append(self._limit_reason)
+        reason = "; ".join(filter(None, reasons))
+        if reply.is_answer:
+            return Outcome(OutcomeKind.ANSWERED, reason=reason)
+        return Outcome(OutcomeKind.SCORED, reply.reward, reason)
 
     def _limit_of_turn(self, last_token: int) -> str:
         """Returns why the episode ends with the policy's turn; "" if no limit ends it."""

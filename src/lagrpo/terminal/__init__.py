@@ -1,1 +1,1 @@
-"""What a person sees: the display, tables, text."""
+"""The display, tables and text on a terminal."""
