@@ -24,17 +24,15 @@ BEGINNING = """# Commands
 
 Find the command for what you want to do, and see what it prints.
 
-| to | type |
+| to | command |
 |---|---|
 """
 
 END = """
 `--help` after a command lists its options; `--debug` shows the traceback of an error. Exit codes:
-0 done, 1 the run failed or verify found a difference, 2 wrong input; 128 + the signal's number if
-a signal stopped it, such as 130 for Ctrl-C.
+0 done, 1 the run failed or verify found a difference, 2 wrong input, 130 Ctrl-C (128 + the signal).
 
-The outputs are real, from a CPU with two cores; … stands for what was left out.
-`docs/website/commands.py` writes this page.
+The outputs are from a CPU with two cores; … stands for what was left out.
 """
 
 
@@ -90,6 +88,7 @@ EXAMPLES = [
         "diagnose runs/first",
         "find out why a run does not learn",
         r".*\S",
+        count=5,
         note="What is wrong, the completions that show it, and what to set.",
     ),
     Example(
@@ -109,7 +108,7 @@ EXAMPLES = [
         "study experiments/papers/fig2-small.toml "
         "--results experiments/papers/results/fig2-small.json --report",
         "compare methods over seeds",
-        count=3,
+        count=2,
         note="A verdict for each claim of the study. Without `--report` it makes the missing runs.",
     ),
     Example(
@@ -122,7 +121,7 @@ EXAMPLES = [
     Example(
         "recipes dapo",
         "read one loss",
-        r"(formula|source|made of) |  .*epsilon_high =|def clipped",
+        r"formula |  .*epsilon_high =|def clipped",
         note="Formula, source, knobs, and the code of its functions.",
     ),
     Example("env", "report versions and hardware", r"(lagrpo|torch|kernels|dtype) "),
@@ -136,7 +135,7 @@ EXAMPLES = [
         "vllm-serve --help",
         "start a vLLM server for runs to attach to",
         r"usage|MODEL|--port",
-        note="Without `--help` it prints the settings to attach with, and becomes the server.",
+        note="Without `--help` it prints the settings to attach with, and starts the server, which ends with it.",
     ),
 ]
 
