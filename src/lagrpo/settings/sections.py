@@ -61,15 +61,15 @@ class RunSettings(Section):
     """Name, place, seed and trackers of a run."""
 
     name: str | None = None
-    """Name of the run's directory; default: from the settings and the time"""
+    """Name of the run's directory; default: from settings and time"""
     output_dir: str = "runs"
     """Directory that holds the runs"""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     """Seed of every random number"""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get metrics and completions: tensorboard, wandb, trackio"""
+    """Trackers: tensorboard, wandb, trackio"""
     log_completions: int = Field(default=16, ge=0, le=1024)
-    """Completions per batch that the trackers get"""
+    """Completions per batch that trackers get"""
 
     @field_validator("output_dir")
     @classmethod
@@ -84,7 +84,7 @@ class ModelSettings(Section):
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or smollm2 (embedded)"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """bfloat16, float32, or auto: bfloat16 if the hardware can multiply in it"""
+    """bfloat16, float32, or auto: bfloat16 if the hardware multiplies in it"""
     chat_template: str | None = None
     """File with a Jinja chat template; default: the tokenizer's"""
     chat_template_kwargs: Options = Field(default={})
@@ -149,9 +149,9 @@ class TaskSettings(Section):
     data: str | None = None
     """Rows of the task: file, directory or hub id"""
     prompt_column: str | None = None
-    """Column of the data with the prompt"""
+    """Column with the prompt"""
     answer_column: str | None = None
-    """Column of the data with the reference answer"""
+    """Column with the reference answer"""
     system_prompt: str | None = None
     """System message before every prompt; "" for none; default: the task's own"""
     options: Options = Field(default={})
@@ -165,7 +165,7 @@ class TaskSettings(Section):
     tools: tuple[str, ...] = ()
     """Functions that the policy may call: calculator, or package.module:function"""
     max_turns: int = Field(default=8, ge=1)
-    """Largest number of turns per completion, with tools or an environment"""
+    """Most turns per completion, with tools or an environment"""
 
     @property
     def reward_range(self) -> tuple[float, float]:
@@ -198,7 +198,7 @@ class RolloutSettings(Section):
     """The sampling of completions."""
 
     engine: str = "local"
-    """What generates completions: local (this process), vllm (servers), or package.module:name"""
+    """Rollout engine: local (this process), vllm (servers), or package.module:name"""
     num_generations: int = Field(default=16, ge=1)
     """Completions per prompt (group size G)"""
     temperature: float = Field(default=1.0, gt=0)
@@ -245,7 +245,7 @@ class VllmSettings(Section):
     gpus: tuple[int, ...] = ()
     """GPUs of the server that the run starts; default: all"""
     server_args: tuple[str, ...] = ()
-    """More options of vllm serve for the server that the run starts"""
+    """More options of vllm serve for that server"""
     weight_transfer: Literal["directory", "nccl"] = "directory"
     """How weights reach the servers: directory (shared files) or nccl"""
     sleep: bool = False
@@ -305,7 +305,7 @@ class ScheduleSettings(Section):
     sync_every: int = Field(default=1, ge=1)
     """Batches between weight syncs (v in arXiv 2505.22257)"""
     constant_lag: int | None = Field(default=None, ge=0)
-    """Keep the rollout policy exactly this many batches behind, instead of sync_every"""
+    """Keep the rollout policy exactly this many batches behind"""
     max_staleness: int | None = Field(default=None, ge=0)
     """Sync before every batch while completions go on; tokens are at most this many updates old"""
     sync_at_kl: float | None = Field(default=None, ge=0)
@@ -484,13 +484,13 @@ class EvalSettings(Section):
     every: int = Field(default=0, ge=0)
     """Batches between evaluations during training; 0: none"""
     num_prompts: int = Field(default=64, ge=0)
-    """Largest number of test prompts; 0: all"""
+    """Most test prompts; 0: all"""
     num_samples: int = Field(default=8, ge=1)
     """Completions per test prompt"""
     temperature: float | None = Field(default=None, gt=0)
-    """Sampling temperature of evaluations; default: rollout.temperature"""
+    """Sampling temperature; default: rollout.temperature"""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Evaluations sample from the most probable tokens with this share of the probability"""
+    """Sample from the most probable tokens with this share of the probability"""
     best_metric: str | None = None
     """Keep the best policy by this result, such as pass@1 or SET.pass@1"""
     sets: tuple[EvalSetSettings, ...] = ()
