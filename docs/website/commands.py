@@ -88,7 +88,7 @@ EXAMPLES = [
         "diagnose runs/first",
         "find out why a run does not learn",
         r".*\S",
-        count=5,
+        count=3,
         note="What is wrong, the completions that show it, and what to set.",
     ),
     Example(
@@ -97,7 +97,7 @@ EXAMPLES = [
         r".*\S",
         note="The completions of a batch by prompt, with rewards, versions and staleness.",
     ),
-    Example("view runs/first", "look at curves, completions and tokens in a browser"),
+    Example("view runs/first", "see curves and completions in a browser"),
     Example(
         "verify runs/first --rows 16",
         "check a run",
@@ -127,14 +127,14 @@ EXAMPLES = [
     Example("env", "report versions and hardware", r"(lagrpo|torch|kernels|dtype) "),
     Example(
         "check-cluster",
-        "check the ranks of a cluster before a run",
-        note="Here one process. Start it on every node like the run: "
+        "check the ranks of a cluster",
+        note="Start it on every node, like the run: "
         "`torchrun … -m lagrpo check-cluster settings.toml`.",
     ),
     Example(
         "vllm-serve --help",
-        "start a vLLM server for runs to attach to",
-        r"usage|MODEL|--port",
+        "start a vLLM server",
+        r"usage",
         note="Without `--help` it prints the settings to attach with, and starts the server, which ends with it.",
     ),
 ]
