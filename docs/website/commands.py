@@ -75,7 +75,7 @@ EXAMPLES = [
         "eval runs/first/weights/final --eval.num_samples 4",
         "evaluate a model",
         r".* on |  (pass@|per-prompt)",
-        count=4,
+        count=3,
         note="On the held-out prompts of the run, or with `--task NAME` on others.",
     ),
     Example(
