@@ -63,7 +63,6 @@ EXAMPLES = [
         "train demo --schedule.batches 2 --run.name first",
         "train",
         r"directory|  step|  +\d+  |  pass@1 after|  next ",
-        note="A line for each batch, evaluations before and after, and what to type next.",
     ),
     Example(
         "train --resume runs/first",
@@ -81,7 +80,6 @@ EXAMPLES = [
     Example(
         "compare runs/first runs/second",
         "compare runs",
-        note="A column for each run: settings that differ, metrics, evaluations.",
         before="train demo --schedule.batches 2 --schedule.sync_every 2 --run.name second",
     ),
     Example(
@@ -89,13 +87,11 @@ EXAMPLES = [
         "find out why a run does not learn",
         r".*\S",
         count=3,
-        note="What is wrong, the completions that show it, and what to set.",
     ),
     Example(
         "view runs/first --text",
         "read completions",
         r".*\S",
-        note="The completions of a batch by prompt, with rewards, versions and staleness.",
     ),
     Example("view runs/first", "see curves and completions in a browser"),
     Example(

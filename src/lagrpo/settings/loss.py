@@ -23,17 +23,17 @@ class LossSettings(Section):
     """The recipe, and changes of its knobs."""
 
     recipe: str = "grpo"
-    """Loss: a name of lagrpo recipes, or package.module:name of your own"""
+    """Name of lagrpo recipes, or package.module:name of your own"""
     beta: float | None = None
     """Weight of KL(policy, reference); 0: no reference; default here and below: the recipe's"""
     reference: str | None = None
-    """Model whose log-probs the loss compares with: hub id or directory; default: model.path"""
+    """Reference model or teacher: hub id or directory; default: model.path"""
     reference_prompt: str | None = None
-    """What the reference sees as prompt: a Jinja text, or a file with it (docs/distillation.md)"""
+    """Prompt of the reference: a Jinja text, or a file with it (docs/distillation.md)"""
     kl_estimator: str | None = None
     """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
     epsilon: float | None = None
-    """Clip range: the ratio is clipped to 1 - epsilon .. 1 + epsilon"""
+    """The ratio is clipped to 1 - epsilon .. 1 + epsilon"""
     epsilon_high: float | None = None
     """Upper end of the clip range, if it differs: 1 + epsilon_high"""
     advantage: str | None = None
@@ -43,11 +43,11 @@ class LossSettings(Section):
     mask_zero_variance: bool | None = None
     """Leave out groups whose rewards are all equal"""
     filters: tuple[str, ...] | None = None
-    """What to leave out: finished_only, opsm, seq_max_k3, carm, top_entropy, clip_cov, m2po"""
+    """Leaves out: finished_only, opsm, seq_max_k3, carm, top_entropy, clip_cov, m2po"""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the policy's mean entropy in the loss; with entropy_target: where it starts"""
+    """Weight of the mean entropy in the loss; with entropy_target: where it starts"""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Entropy below which it must not stay, nats per token: moves entropy_coef after each batch"""
+    """Entropy to hold at least, nats per token: moves entropy_coef after each batch"""
     overrides: Table = Field(default={})
     """The recipe's other knobs by path, such as mask.epsilon_high (lagrpo recipes NAME)"""
 

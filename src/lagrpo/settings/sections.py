@@ -161,7 +161,7 @@ class TaskSettings(Section):
     reward_timeout: float = Field(default=5.0, gt=0, le=1e6)
     """Seconds per call of a reward or environment; then the completion is unscored"""
     reward_workers: int | None = Field(default=None, ge=1)
-    """Processes per rank that call rewards; default: a share of one per four cores, at most 8"""
+    """Reward processes per rank; default: a share of one per four cores, at most 8"""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call: calculator, or package.module:function"""
     max_turns: int = Field(default=8, ge=1)
@@ -208,11 +208,11 @@ class RolloutSettings(Section):
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; longer ones are cut"""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion or a turn, besides the model's end tokens"""
+    """Texts that end a completion or a turn, besides end tokens"""
     max_num_seqs: int = Field(default=128, ge=1)
     """Completions decoded at a time (with vllm: by each server)"""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """Prompts longer than max_prompt_length: error (stop) or drop (leave out)"""
+    """Prompts beyond max_prompt_length: error (stop) or drop (leave out)"""
     dynamic_sampling_rounds: int = Field(default=0, ge=0)
     """Rounds that replace groups with equal rewards by other prompts (DAPO)"""
 
@@ -247,13 +247,13 @@ class VllmSettings(Section):
     server_args: tuple[str, ...] = ()
     """More options of vllm serve for that server"""
     weight_transfer: Literal["directory", "nccl"] = "directory"
-    """How weights reach the servers: directory (shared files) or nccl"""
+    """Transfer of weights to servers: directory (shared files) or nccl"""
     sleep: bool = False
     """Free the server's GPU memory while the trainer learns: one GPU, sync_every = 1"""
     load_timeout: float = Field(default=1200.0, gt=0, le=1e6)
-    """Seconds in which a server must have started, or loaded weights"""
+    """Seconds in which a server must start, or load weights"""
     generate_timeout: float = Field(default=3600.0, gt=0, le=1e6)
-    """Seconds in which a server must have sampled a group"""
+    """Seconds in which a server must sample a group"""
 
     @model_validator(mode="before")
     @classmethod
@@ -389,7 +389,7 @@ class OfflineSettings(Section):
     data: tuple[str, ...] = ()
     """Completions to learn from: JSONL or Parquet files, globs, directories of runs"""
     fraction: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of each batch's prompts that come from the offline data"""
+    """Fraction of each batch's prompts from the offline data"""
 
 
 class OptimizerSettings(Section):
@@ -400,15 +400,15 @@ class OptimizerSettings(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """constant, linear or cosine (0 after the last update), after the warm-up"""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises to its value"""
+    """Updates over which the learning rate rises"""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of AdamW's mean of gradients, and of the mean of their squares"""
+    """Decay of AdamW's means of gradients and of their squares"""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, of matrices only"""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Norm to which gradients are clipped; 0: no clipping"""
     micro_batch_tokens: int | None = Field(default=None, ge=1)
-    """Tokens per micro-batch: memory and speed, not the gradient; default: 4096, on a GPU 16384"""
+    """Tokens per micro-batch, for memory and speed alone; default: 4096, on a GPU 16384"""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third slower"""
     offload_optimizer: bool = False
@@ -480,7 +480,7 @@ class EvalSettings(Section):
     """The times and sizes of evaluations."""
 
     at_start: bool = True
-    """Evaluate on the test split before the first and after the last update"""
+    """Evaluate before the first and after the last update"""
     every: int = Field(default=0, ge=0)
     """Batches between evaluations during training; 0: none"""
     num_prompts: int = Field(default=64, ge=0)
@@ -494,7 +494,7 @@ class EvalSettings(Section):
     best_metric: str | None = None
     """Keep the best policy by this result, such as pass@1 or SET.pass@1"""
     sets: tuple[EvalSetSettings, ...] = ()
-    """Several evaluation sets, each a table [[eval.sets]] in a file (docs/evaluation.md)"""
+    """Evaluation sets, each a table [[eval.sets]] in a file (docs/evaluation.md)"""
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalSettings:
