@@ -131,7 +131,8 @@ EXAMPLES = [
         "vllm-serve --help",
         "start a vLLM server",
         r"usage",
-        note="Without `--help` it prints the settings to attach with, and starts the server, which ends with it.",
+        note="Without `--help` it prints the settings to attach with, and starts the server, which "
+        "ends with it.",
     ),
 ]
 
