@@ -32,7 +32,7 @@ class SettingsError(ValueError):
 
 
 def render_for_notebook(error: BaseException) -> list[str]:
-    """Returns the lines that IPython and Jupyter show in place of a traceback.
+    """Returns the lines that IPython and Jupyter show instead of a traceback.
 
     They call `_render_traceback_` of an exception that has it.
     """
@@ -79,8 +79,8 @@ def as_settings_error(what: str = "", *more: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    # A SettingsError is a ValueError, too, but has its message already. The reader of a pipe that
-    # has gone is no wrong input.
+    # A SettingsError is a ValueError, too, but has its message already. A closed pipe does not
+    # make the input wrong.
     except (SettingsError, BrokenPipeError):
         raise
     except RecursionError as error:

@@ -175,7 +175,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         sampled = inputs.get("sampling_per_token_logps", at_generation)
         # vLLM gives no number for some tokens.
         sampled = torch.where(sampled.isnan(), at_generation, sampled)
-        # With one iteration each update is a batch of its own.
+        # With one iteration each update has its own batch.
         old_logp = logp.detach() if self.num_iterations == 1 else at_generation
         ref_logp = inputs.get("ref_per_token_logps")
         age_C = self.state.global_step - inputs["version"]
@@ -205,9 +205,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return linear + (derivative.loss - linear.detach())
 
     def _scale_of_step(self) -> float:
-        """The factor from a mean over the generated completions to a mean over those of a step.
+        """The factor from a mean over generated completions to a mean over a step's completions.
 
-        Gradients of processes are averaged, and the normalizer is that of all of them.
+        Gradients of processes are averaged, and the normalizer covers all processes.
         """
         if not self.model.training:
             return float(self.accelerator.num_processes)

@@ -6,7 +6,7 @@ whole step, which is collected before the losses (`collects`).
 
 Where the value of a token depends on other tokens, a dropped one would still have a gradient. So
 core/recipes.py rejects filters of objectives that compare completions, and filters of single tokens
-beside a ratio of the whole completion.
+with a ratio of the whole completion.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def reverse_kl_by_drift(
     # In float64, because the sum runs over the whole micro-batch.
     size_T = d_T.abs().double()
     before_T = size_T.cumsum(0) - size_T
-    # It never falls, so its smallest value in a completion is that of the first token.
+    # It never falls, so the first token of a completion has its smallest value.
     begin_C = before_T.new_full((len(x.advantages),), inf)
     begin_C = begin_C.scatter_reduce(0, x.completion, before_T, "amin")
     total_T = total(size_T, x.completion).clamp(min=1e-8)

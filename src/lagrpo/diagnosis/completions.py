@@ -99,7 +99,7 @@ def find_length_drift(record: RunRecord, threshold: float) -> Finding | None:
     return Finding(
         f"Completions grew from {first:.0f} to {last:.0f} tokens, and one in ten has {longest} of "
         f"at most {limit}: {percent(cut)} of them are cut.",
-        # The tenth near the limit will be cut. What a cut costs now is said by find_cut.
+        # The tenth near the limit will be cut. find_cut says what a cut costs now.
         cost=0.1 + 0.3 * cut,
         places=places_of(row for row in record.recent_rows if row["length"] >= longest),
         settings={"rollout.max_completion_length": 2 * limit},

@@ -60,7 +60,7 @@ def _find_slow_phase(
 ) -> Finding | None:
     """A phase takes this share of the time, and SHORTEST_WAIT in its median batch.
 
-    The share is that of the median batch, too: a machine that was busy for a while makes some
+    The median batch must reach the share, too: a machine that was busy for a while makes some
     batches slow.
     """
     lines = [line for line in record.metrics[1:] if line.get(f"time/{phase}")]

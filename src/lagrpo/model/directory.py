@@ -99,7 +99,7 @@ def check_weights(directory: Path) -> None:
 
 
 def _check_not_pickled(directory: Path, *weights: str) -> None:
-    """Raises ValueError if the directory has pickled weights in place of these safetensors."""
+    """Raises ValueError if the directory has pickled weights instead of these safetensors."""
     pickled = next(_files(directory, *PICKLED_WEIGHTS), None)
     if pickled is not None and not any(_files(directory, *weights)):
         raise ValueError(

@@ -110,7 +110,7 @@ def check_path(name: str) -> None:
 def is_adapter(path: str | Path) -> bool:
     """True if a directory has an adapter, and no weights of a model.
 
-    Some trainers write the model's config.json beside the adapter.
+    Some trainers write the model's config.json next to the adapter.
     """
     return (Path(path) / ADAPTER_CONFIG).is_file() and not has_whole_weights(Path(path))
 

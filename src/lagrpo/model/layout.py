@@ -69,7 +69,7 @@ class PackedLayout:
         num_seen = length + prompt_length
         starts = num_seen.cumsum(0) - num_seen
         end_of_group = self.groups[1:].repeat_interleave(self.groups.diff())  # int64 [S]
-        # The keys of a prompt are for itself and its completions, those of a completion for itself.
+        # A prompt and its completions read the prompt's keys; only a completion reads its own keys.
         num_segments = torch.where(prompt_length == 0, end_of_group - number, 1)  # int64 [S]
         first_row = length.cumsum(0) - length  # int64 [S]
         row_in_segment = torch.arange(self.rows) - first_row.repeat_interleave(length)

@@ -33,7 +33,7 @@ FREE = (
 )
 """Settings, and sections, that a resumed run may change: they cannot alter its past batches."""
 NOT_COMPARED = ("run.name", "run.output_dir")
-"""Settings that say where the run is, for each call anew."""
+"""Settings of the run's location, which each call gives anew."""
 
 
 def find_run(settings: Settings, resume: str | None) -> Path | None:

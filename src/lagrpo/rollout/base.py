@@ -1,7 +1,7 @@
 """The interface of rollout engines.
 
 An engine is in this process (local.py), samples from servers (vllm/engine.py), or is the user's. An
-engine says what it can do; nobody asks which one it is.
+engine says what it can do, so no code depends on which engine it is.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RolloutEngine(EngineDefaults, Protocol):
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         """Loads π_version. Returns the cost as metrics by name, such as seconds.
 
-        With schedule.max_staleness completions in flight go on with the new weights.
+        With schedule.max_staleness completions in flight continue with the new weights.
         """
         ...
 

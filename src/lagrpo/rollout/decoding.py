@@ -80,7 +80,7 @@ class DecodingState(Protocol):
         ids: np.ndarray,
         counts: np.ndarray,
     ) -> None:
-        """Computes keys and values of rows that have begun, in place of the rows before.
+        """Computes keys and values of rows that have begun, which replace the rows before.
 
         Group g has the prompt prompts[g] and rows_of_group[g] rows. `ids` is int64 [n], what the
         rows have behind their prompts, row after row, and `counts` int64 [R]: how many tokens each

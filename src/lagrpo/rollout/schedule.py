@@ -10,7 +10,7 @@ run.
                 start), a pipeline that generates v batches ahead. `lagged(0)` and `every(1)` are
                 on-policy.
 `continuous(v)` sync before every batch, and submit the prompts of v batches ahead, as `lagged(v)`.
-                Completions in flight at a sync go on with the new weights, so their tokens have
+                Completions in flight at a sync continue with the new weights, so their tokens have
                 several versions, and the lag of a token is at most v batches.
 `budget(δ, v)`  sync when the estimated KL(α‖π_k) of a completion (nats) passed δ in the batch
                 before, and at the latest after v batches. By Pinsker TV(α, π_k) <= sqrt(δ / 2), up
@@ -171,8 +171,8 @@ continuous = partial(Schedule, "continuous")
 def lags(schedule: Schedule, total: int, M: int, i: int) -> list[int]:
     """Returns the lag of each batch of a run, in optimizer updates, if a batch makes i updates.
 
-    For budget it is the lag if nothing is spent before the cap, for continuous that of the oldest
-    token that there may be.
+    For budget it is the lag if nothing is spent before the cap, for continuous the lag of the
+    oldest possible token.
     """
     state = LoopState(alpha=0)
     lag_of_batch: list[int] = []

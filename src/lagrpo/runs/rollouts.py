@@ -37,7 +37,7 @@ def rollout_schema(rewards: Sequence[str] = (), reference: Sequence[str] = ()) -
     """Returns the Arrow schema.
 
     Several `rewards` have a column each, and `correct` says what they decide. `reference` names
-    those of REFERENCE_COLUMNS that the run has.
+    the REFERENCE_COLUMNS that the run has.
     """
     import pyarrow as pa
 

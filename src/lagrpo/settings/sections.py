@@ -356,7 +356,7 @@ class ScheduleSettings(Section):
 
     @property
     def continues_completions(self) -> bool:
-        """True if completions in flight at a weight sync go on with the new weights."""
+        """True if completions in flight at a weight sync continue with the new weights."""
         return self.kind == "continuous"
 
     @property

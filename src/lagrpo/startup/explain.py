@@ -315,7 +315,7 @@ def staleness_of_batches(settings: Settings) -> list[int]:
 
 
 def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
-    """The advice for samples as stale as these get, and what this recipe kept beside it.
+    """The advice for samples as stale as these get, compared with what this recipe kept.
 
     Nothing for samples that are nearly fresh.
     """

@@ -1,4 +1,4 @@
-"""Numbers and parts of tensors, with types: PyTorch leaves those of `tolist` and `split` open."""
+"""Numbers and parts of tensors, with types: PyTorch gives `tolist` and `split` no types."""
 
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations

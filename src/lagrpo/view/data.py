@@ -512,7 +512,7 @@ def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | Non
 
 
 def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
-    """Yields places of the tokenizer: beside the run's weights, the model, in the hub's cache."""
+    """Yields places of the tokenizer: next to the run's weights, the model, the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

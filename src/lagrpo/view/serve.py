@@ -248,7 +248,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
 
     def _find_refusal(self, token: str) -> str:
-        """Returns why this request is refused; "" if it is not."""
+        """Returns the reason to refuse this request; "" without one."""
         # The page of another site whose name points to 127.0.0.1 sends that name here.
         if self.headers.get("Host") not in self.view_server.hosts:
             return "this server answers at 127.0.0.1 only"
