@@ -573,6 +573,41 @@ def test_nccl_leaves_out_a_server_that_is_gone(monkeypatch, fake):
         engine.close()
 
 
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/update_weights"])
+@pytest.mark.parametrize("loses_connection", [True, False], ids=["process is gone", "host is gone"])
+def test_run_ends_with_its_last_weights_if_nccl_waits_for_a_server(
+    monkeypatch, fake, path, loses_connection
+):
+    """A server is lost after the sync of version 6; the trainer and the other server wait."""
+    released = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        released.wait()
+
+    with FakeServer() as lost:
+        engine, _ = nccl(monkeypatch, [fake, lost], tiny_policy())
+        tensors = {"x": torch.ones(2, 3)}
+        engine.sync_weights(tensors, 6)
+        for client in engine.servers:
+            client.load_timeout = 0.2
+        for name in ("init_rank", "broadcast"):
+            monkeypatch.setattr(weights.nccl, name, hang)
+        engine._groups.starts[engine.servers[1]] += path.startswith("/init")
+        fake.answers[path] = hang
+        lost.answers[path] = hang
+        if loses_connection:
+            lost.die_at(path)
+        lost.answers["/health"] = lambda _: None
+        with pytest.raises(SamplerError, match=f"NCCL hangs: {lost.url}") as raised:
+            engine.sync_weights({"x": torch.zeros(2, 3)}, 7)
+        assert fake.url not in str(raised.value)
+        version, saved = engine.current_weights()
+        assert version == 6
+        assert torch.equal(saved["x"], tensors["x"])
+        released.set()
+        engine.close()
+
+
 def answer_nccl_version(fake: FakeServer, version: str) -> None:
     """Lets the workers of a server have our extension, and this NCCL."""
 

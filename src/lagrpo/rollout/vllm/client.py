@@ -565,7 +565,7 @@ class GroupQueue:
 def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = None) -> list[T]:
     """Returns the results of actions that run in threads, as soon as all have ended.
 
-    Raises the first exception at once, and SamplerError after `seconds`. Actions that have not
+    Raises the first exception at once, and TimeoutError after `seconds`. Actions that have not
     ended by then stay behind: their threads are daemons.
     """
 
@@ -585,8 +585,5 @@ def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = Non
         # Raises what the action raised.
         future.result()
     if pending:
-        raise SamplerError(
-            f"{len(pending)} of {len(actions)} vLLM servers did not answer within {seconds:g} s "
-            "(vllm.load_timeout)"
-        )
+        raise TimeoutError
     return [future.result() for future in futures]

@@ -257,8 +257,9 @@ class NcclTransfer(WeightTransfer):
     """Broadcasts from rank 0, the trainer, to the workers of all servers.
 
     The communicator is the one that PyTorch ships. A missing member makes all others wait forever,
-    and PyTorch cannot stop them. So these calls run in threads that may stay behind, on separate
-    CUDA streams: the weights can still be read and saved while a broadcast hangs.
+    and neither PyTorch nor vLLM can stop them. So these calls run in threads that may stay behind,
+    on separate CUDA streams: the weights can still be read and saved while a broadcast hangs. The
+    other servers hang as well, so a run ends that loses one.
 
     If a server has another version of NCCL, members would not meet either: then weights go through
     the directory. A server without our worker extension does not say its version.
@@ -301,7 +302,7 @@ class NcclTransfer(WeightTransfer):
         }
         actions = [partial(_receive, server, announcement, update.label) for server in starts]
         actions.append(partial(_broadcast, tensors, self._communicator))
-        run_together(actions, _load_timeout(starts))
+        _meet(list(starts), actions)
         # A copy, because the trainer's tensors change with the next update.
         self._copy_to_host(update, tensors)
 
@@ -345,8 +346,7 @@ class NcclTransfer(WeightTransfer):
             actions.append(partial(server.call, "POST", path, body, server.load_timeout))
             rank_offset += num_workers_of_server
         actions.append(partial(_join, world_size, identity, torch.cuda.current_device()))
-        results = run_together(actions, _load_timeout(servers))
-        self._communicator = results[-1]
+        self._communicator = _meet(servers, actions)[-1]
 
 
 TRANSFERS = {"directory": WeightTransfer, "nccl": NcclTransfer}
@@ -376,8 +376,30 @@ def _join(world_size: int, identity: bytes, device: int) -> Any:
     return communicator
 
 
-def _load_timeout(servers: Iterable[VllmClient]) -> float:
-    return max(server.load_timeout for server in servers)
+def _meet(servers: Sequence[VllmClient], actions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns the results of actions in which servers and trainer wait for each other.
+
+    Raises SamplerError as soon as a server fails, and after their `load_timeout`.
+    """
+    seconds = max(server.load_timeout for server in servers)
+    try:
+        return run_together(actions, seconds)
+    except SamplerError as error:
+        reason = str(error)
+        cause: Exception = error
+    except TimeoutError as error:
+        # All wait for the one that is missing. A server whose host is gone breaks no connection.
+        are_healthy = run_together([server.is_healthy for server in servers])
+        silent = [
+            server for server, answers in zip(servers, are_healthy, strict=True) if not answers
+        ]
+        names = ", ".join(map(str, silent or servers))
+        reason = f"{names} did not take part within {seconds:g} s (vllm.load_timeout)"
+        cause = error
+    raise SamplerError(
+        f"a broadcast of weights by NCCL hangs: {reason}. "
+        "Start all attached servers again, then resume the run"
+    ) from cause
 
 
 def _receive(server: VllmClient, announcement: Mapping[str, Any], label: str) -> None:
