@@ -46,8 +46,8 @@ from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.model import Policy, copy_policy, sample_weights
 from lagrpo.model.stored import StoredWeights
 from lagrpo.rollout.vllm import weights as vllm_weights
-from lagrpo.rollout.vllm.client import GroupQueue
 from lagrpo.rollout.vllm.first_rank import FirstRankSampler
+from lagrpo.rollout.vllm.group_queue import GroupQueue
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build import build_trainer
 from lagrpo.startup.build_policy import build_policy, check_same_model

@@ -14,7 +14,7 @@ SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 
 # What each room of the package may import of ours: the first names below lagrpo. The small ones are
 # a page each, of numpy and the standard library.
-SMALL = {"errors", "interrupts", "logs", "machine", "rng", "types"}
+SMALL = {"errors", "interrupts", "logs", "machine", "rng", "threads", "types"}
 LEAVES = {*SMALL, "core"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},

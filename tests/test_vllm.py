@@ -46,7 +46,7 @@ from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
-from lagrpo.rollout.vllm import client, server, weights
+from lagrpo.rollout.vllm import client, group_queue, server, weights
 from lagrpo.rollout.vllm.client import GENERATE, KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
@@ -175,7 +175,7 @@ def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, pol
 def test_groups_of_a_dead_attached_server_go_to_the_others_until_it_is_back(
     fake, policy, monkeypatch
 ):
-    monkeypatch.setattr(client, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(group_queue, "POLL_SECONDS", 0.0)
     with FakeServer() as other:
         engine = engine_of([VllmClient(fake.url), VllmClient(other.url)], policy, rows=4)
         engine.sync_weights(policy.weights, 7)
@@ -226,6 +226,31 @@ def test_last_attached_server_and_a_failing_healthy_server_end_the_run(fake, eng
         with pytest.raises(SamplerError, match="No server is left"):
             ask()
     attached.weights.close([])
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["at once", "after a sync"])
+def test_run_that_waits_for_a_silent_server_can_be_stopped_and_ends(fake, engine, policy, stops):
+    released = threading.Event()
+
+    def wait_for_ever(body: JsonObject) -> Answer:
+        if stops and len(fake.bodies(GENERATE)) == 1:
+            return 200, {"choices": [choice(fake.label, n, end="abort") for n in range(2)]}
+        is_silent.set()
+        released.wait()
+
+    is_silent = threading.Event()
+    fake.answers[GENERATE] = wait_for_ever
+    engine.sync_weights(policy.weights, 0)
+    threads = set(threading.enumerate())
+    with interruptible(), deferring():
+        groups = engine.sample(requests_for(policy, 1), 2)
+        assert is_silent.wait(10)
+        # Python waits at its end for all others.
+        assert all(thread.daemon for thread in set(threading.enumerate()) - threads)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            next(groups)
+    released.set()
 
 
 def test_request_that_takes_too_long_names_the_setting(fake):

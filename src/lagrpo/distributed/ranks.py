@@ -23,7 +23,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lagrpo.distributed.torchrun import local_size, world_size
 from lagrpo.interrupts import EndedAtOnce, Interrupted
 from lagrpo.machine import set_own_variable
+from lagrpo.threads import call_in_thread
 
 JOIN_TIMEOUT = 600.0  # seconds in which all ranks must have started
 PATIENCE = 5.0  # seconds after which a rank says for whom it waits
@@ -287,23 +287,6 @@ def address_of(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
-
-
-def call_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Makes the call in a thread that ends with the process.
-
-    The future has what it returns or raises.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by the one who reads the result
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def answers(host: str, port: int) -> bool:

@@ -252,7 +252,8 @@ class Sampling:
                 self.evaluator.sync_weights(policy.weights, policy.version)
             yield self.evaluator
             return
-        self.prefetcher.finish()
+        with self.ranks.sync_interrupts():
+            self.prefetcher.finish()
         restore_afterwards = self.needs_weights(state)
         with self.engine.temporary_weights(
             policy.weights, policy.version, restore_afterwards=restore_afterwards

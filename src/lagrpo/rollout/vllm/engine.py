@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,29 +19,28 @@ import torch
 from torch import Tensor
 
 from lagrpo.errors import as_settings_error
+from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
 from lagrpo.rollout.base import EngineDefaults, Item, SamplingParams
 from lagrpo.rollout.stop import completes_stop, count_until_stop
 from lagrpo.rollout.sync_check import ServerCheck
-from lagrpo.rollout.vllm.client import (
-    GroupQueue,
-    Json,
-    SamplerError,
-    VllmClient,
-    run_together,
-)
+from lagrpo.rollout.vllm.client import Json, SamplerError, VllmClient
+from lagrpo.rollout.vllm.group_queue import GroupQueue
 from lagrpo.rollout.vllm.server import StartedServer, wait_until_ready
 from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks.episodes import Episode, Episodes
+from lagrpo.threads import run_all, run_together
 from lagrpo.types import Completion, Group, Outcome, Request
 
 # vLLM's reason for the end of a request that was stopped.
 STOPPED = "abort"
 # vLLM writes -9999 for a log-prob of -inf.
 NO_LOGPROB = -9000.0
+# Seconds after which a run that waits for servers looks for a signal.
+SIGNAL_SECONDS = 0.2
 
 
 def build_engine(
@@ -297,9 +296,10 @@ class VllmEngine(EngineDefaults):
         completions = self._generate(server, request, first_turn, G, params)
         if params.episodes is not None:
             # A thread per completion, because each waits for its own environment and server.
-            with ThreadPoolExecutor(G) as pool:
-                converse = partial(self._converse, server, request, params, params.episodes)
-                completions = list(pool.map(converse, range(G), completions))
+            converse = partial(self._converse, server, request, params, params.episodes)
+            completions = run_all(
+                [partial(converse, index, first) for index, first in enumerate(completions)]
+            )
         return Group(request.prompt, tuple(completions), request.epoch)
 
     def _converse(
@@ -360,9 +360,8 @@ class VllmEngine(EngineDefaults):
                     self._stopped[request.address] = (request, completions)
             try:
                 # A thread per completion, because each goes on from its own tokens.
-                with ThreadPoolExecutor(len(numbers)) as pool:
-                    go_on = partial(self._go_on, server, request, turn, completions, params)
-                    list(pool.map(go_on, numbers))
+                go_on = partial(self._go_on, server, request, turn, completions, params)
+                run_all([partial(go_on, number) for number in numbers])
             finally:
                 with self._lock:
                     self._stopped.pop(request.address, None)
@@ -524,13 +523,18 @@ def _as_they_end(
 ) -> Iterator[tuple[Request, Group]]:
     """Yields groups as they end. If the caller stops early, groups that have not begun never do.
 
-    Calls `after_each` in the caller's thread.
+    Calls `after_each` in the caller's thread. Raises Interrupted.
     """
+    pending = set(futures)
     try:
-        for future in as_completed(futures):
-            group = future.result()
-            after_each()
-            yield futures[future], group
+        while pending:
+            done, pending = wait(pending, SIGNAL_SECONDS, FIRST_COMPLETED)
+            # A completion may take minutes, and a scheduler waits for seconds.
+            raise_if_asked()
+            for future in done:
+                group = future.result()
+                after_each()
+                yield futures[future], group
     finally:
         for future in futures:
             future.cancel()

@@ -35,7 +35,9 @@ from torch.cuda import nccl
 
 from lagrpo.machine import is_own
 from lagrpo.model.lora import load_adapter_weights, save_adapter
-from lagrpo.rollout.vllm.client import GroupQueue, SamplerError, VllmClient, run_together
+from lagrpo.rollout.vllm.client import SamplerError, VllmClient
+from lagrpo.rollout.vllm.group_queue import GroupQueue
+from lagrpo.threads import run_together
 
 LOCK = ".lock"
 """In a directory of weights: locked while its process lives."""
