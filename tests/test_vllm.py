@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
-from lagrpo.rollout.vllm import client, group_queue, server, weights
+from lagrpo.rollout.vllm import client, group_queue, nccl_transfer, server, weights
 from lagrpo.rollout.vllm.client import GENERATE, KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
@@ -540,16 +541,19 @@ def nccl(
         "broadcast": lambda tensors, root, comms: sent.append((tensors[0].shape, root, comms)),
     } | calls
     for name, value in doing.items():
-        monkeypatch.setattr(weights.nccl, name, value)
-    monkeypatch.setattr(weights, "nccl_version", lambda: (2, 27, 3))
-    monkeypatch.setattr(weights, "_own_stream", lambda _: weights.suppress())
-    monkeypatch.setattr(weights.torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(nccl_transfer.nccl, name, value)
+    monkeypatch.setattr(nccl_transfer, "nccl_version", lambda: (2, 27, 3))
+    monkeypatch.setattr(nccl_transfer, "_own_stream", lambda _: nullcontext())
+    monkeypatch.setattr(nccl_transfer.torch.cuda, "current_device", lambda: 0)
     zeros = torch.zeros
-    monkeypatch.setattr(weights.torch, "zeros", lambda *size, **_: zeros(*size))
+    monkeypatch.setattr(nccl_transfer.torch, "zeros", lambda *size, **_: zeros(*size))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     params = SamplingParams("sample", 1.0, 4)
     return VllmEngine(
-        [Ours(fake) for fake in fakes], weights.NcclTransfer(torch.float32), policy.chat, params
+        [Ours(fake) for fake in fakes],
+        nccl_transfer.NcclTransfer(torch.float32),
+        policy.chat,
+        params,
     ), sent
 
 
@@ -616,7 +620,7 @@ def test_run_ends_with_its_last_weights_if_nccl_waits_for_a_server(
         for client in engine.servers:
             client.load_timeout = 0.2
         for name in ("init_rank", "broadcast"):
-            monkeypatch.setattr(weights.nccl, name, hang)
+            monkeypatch.setattr(nccl_transfer.nccl, name, hang)
         engine._groups.starts[engine.servers[1]] += path.startswith("/init")
         fake.answers[path] = hang
         lost.answers[path] = hang
@@ -678,9 +682,9 @@ def test_version_of_nccl_is_the_loaded_library_s(monkeypatch):
         pointer._obj.value = 22807
 
     library = SimpleNamespace(ncclGetVersion=write_version)
-    monkeypatch.setattr(weights.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(weights.nccl, "version", lambda: (2, 27, 3))
-    assert weights.nccl_version() == (2, 28, 7)
+    monkeypatch.setattr(nccl_transfer.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(nccl_transfer.nccl, "version", lambda: (2, 27, 3))
+    assert nccl_transfer.nccl_version() == (2, 28, 7)
 
 
 def test_two_buffers_hold_all_versions_from_a_gpu(monkeypatch, fake):

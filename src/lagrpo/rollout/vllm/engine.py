@@ -28,8 +28,9 @@ from lagrpo.rollout.stop import completes_stop, count_until_stop
 from lagrpo.rollout.sync_check import ServerCheck
 from lagrpo.rollout.vllm.client import Json, SamplerError, VllmClient
 from lagrpo.rollout.vllm.group_queue import GroupQueue
+from lagrpo.rollout.vllm.nccl_transfer import NcclTransfer
 from lagrpo.rollout.vllm.server import StartedServer, wait_until_ready
-from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
+from lagrpo.rollout.vllm.weights import WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks.episodes import Episode, Episodes
 from lagrpo.threads import run_all, run_together
@@ -63,8 +64,8 @@ def build_engine(
     adapted_lm = None
     if policy.weights.adapters:
         adapted_lm = policy.model.lm
-    else:
-        transfer = TRANSFERS[settings.vllm.weight_transfer]
+    elif settings.vllm.weight_transfer == "nccl":
+        transfer = NcclTransfer
     weights = transfer(
         dtype,
         adapted_lm,
