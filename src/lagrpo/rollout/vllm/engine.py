@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lagrpo.errors import as_settings_error
-from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
@@ -40,8 +39,6 @@ from lagrpo.types import Completion, Group, Outcome, Request
 STOPPED = "abort"
 # vLLM writes -9999 for a log-prob of -inf.
 NO_LOGPROB = -9000.0
-# Seconds after which a run that waits for servers looks for a signal.
-SIGNAL_SECONDS = 0.2
 
 
 def build_engine(
@@ -194,7 +191,7 @@ class VllmEngine(EngineDefaults):
             sample_request = partial(self._sample, request, G=G, params=params)
             requests_of_groups[self._groups.submit(sample_request, G)] = request
         # Not a generator: it submits the requests now, not when a caller reads the first group.
-        return _as_they_end(requests_of_groups, self._groups.take_back)
+        return self._groups.as_they_end(requests_of_groups)
 
     def generate_on_servers(
         self, requests: Sequence[Request], G: int, max_tokens: int
@@ -517,25 +514,3 @@ def _get_logprobs(items: Sequence[Item], server: VllmClient) -> list[list[list[f
         return [server.get_logprobs(*item, replica) for item in items]
 
     return run_together([partial(ask_replica, replica) for replica in server.list_replicas()])
-
-
-def _as_they_end(
-    futures: Mapping[Future[Group], Request], after_each: Callable[[], None]
-) -> Iterator[tuple[Request, Group]]:
-    """Yields groups as they end. If the caller stops early, groups that have not begun never do.
-
-    Calls `after_each` in the caller's thread. Raises Interrupted.
-    """
-    pending = set(futures)
-    try:
-        while pending:
-            done, pending = wait(pending, SIGNAL_SECONDS, FIRST_COMPLETED)
-            # A completion may take minutes, and a scheduler waits for seconds.
-            raise_if_asked()
-            for future in done:
-                group = future.result()
-                after_each()
-                yield futures[future], group
-    finally:
-        for future in futures:
-            future.cancel()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from lagrpo.rollout.vllm.client import NoAnswerError, SamplerError, VllmClient
 from lagrpo.threads import Threads, run_together
 
 T = TypeVar("T")
+Key = TypeVar("Key")
 # Room for a group at a server. The number orders the queue, so that servers take turns.
 Turn = tuple[int, VllmClient]
 
@@ -25,6 +26,8 @@ Turn = tuple[int, VllmClient]
 RESTARTS = 5
 # Seconds between two looks for servers that answer again.
 POLL_SECONDS = 10.0
+# Seconds after which a run that waits for groups looks for a signal.
+SIGNAL_SECONDS = 0.2
 logger = logging.getLogger("lagrpo")
 
 
@@ -86,6 +89,26 @@ class GroupQueue:
             self._pools[G] = _Pool(Threads(len(free_turns)), free_turns)
         pool = self._pools[G]
         return pool.threads.submit(partial(self._sample, sample, pool.free_turns))
+
+    def as_they_end(self, keys: Mapping[Future[T], Key]) -> Iterator[tuple[Key, T]]:
+        """Yields the results of submitted groups as they end, each with its key.
+
+        Takes servers back meanwhile. If the caller stops early, groups that have not begun never
+        do. Raises Interrupted.
+        """
+        pending = set(keys)
+        try:
+            while pending:
+                done, pending = wait(pending, SIGNAL_SECONDS, FIRST_COMPLETED)
+                # A completion may take minutes, and a scheduler waits for seconds.
+                raise_if_asked()
+                for future in done:
+                    group = future.result()
+                    self.take_back()
+                    yield keys[future], group
+        finally:
+            for future in keys:
+                future.cancel()
 
     def ask_all(self, action: Callable[[VllmClient], T]) -> dict[VllmClient, T]:
         """Returns what `action` returns for each server, without servers that are set aside.
