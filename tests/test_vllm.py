@@ -54,6 +54,7 @@ from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, op
 from lagrpo.settings.schema import Settings
 from lagrpo.startup import build
 from lagrpo.startup.checks import check_settings, server_shares_gpu
+from lagrpo.threads import call_in_thread
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject
 
@@ -230,7 +231,9 @@ def test_last_attached_server_and_a_failing_healthy_server_end_the_run(fake, eng
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["at once", "after a sync"])
-def test_run_that_waits_for_a_silent_server_can_be_stopped_and_ends(fake, engine, policy, stops):
+def test_run_that_waits_for_a_silent_server_can_be_stopped_and_ends(
+    monkeypatch, fake, engine, policy, stops
+):
     released = threading.Event()
 
     def wait_for_ever(body: JsonObject) -> Answer:
@@ -251,6 +254,9 @@ def test_run_that_waits_for_a_silent_server_can_be_stopped_and_ends(fake, engine
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Interrupted):
             next(groups)
+    fake.answers["/abort_requests"] = wait_for_ever
+    monkeypatch.setattr(client, "HEALTH_TIMEOUT", 0.1)
+    call_in_thread(engine.close).result(timeout=20)
     released.set()
 
 

@@ -235,9 +235,9 @@ class VllmClient:
             self.call("POST", "/v1/load_lora_adapter", body, self.load_timeout)
         self.adapter = label
 
-    def stop_requests(self) -> None:
+    def stop_requests(self, timeout: float = CONTROL_TIMEOUT) -> None:
         """Stops completions in flight. Their answers have the tokens so far."""
-        self.call("POST", "/abort_requests", {})
+        self.call("POST", "/abort_requests", {}, timeout)
 
     def unload_adapter(self, label: str) -> None:
         self.call("POST", "/v1/unload_lora_adapter", {"lora_name": label})
@@ -317,4 +317,5 @@ class VllmClient:
     def close(self) -> None:
         """Lets the server drop what it generates. The server runs on."""
         with suppress(SamplerError):
-            self.stop_requests()
+            # A silent server must not hold up the end of a run.
+            self.stop_requests(HEALTH_TIMEOUT)

@@ -182,8 +182,7 @@ class GroupQueue:
             self._turns_changed.notify_all()
         for pool in self._pools.values():
             pool.threads.close()
-        for server in self.servers:
-            server.close()
+        run_together([server.close for server in self.servers])
 
     def _sample(self, sample: Callable[[VllmClient], T], free_turns: list[Turn]) -> T:
         while True:

@@ -246,6 +246,9 @@ class WeightTransfer:
             shutil.rmtree(old_update.directory, ignore_errors=True)
 
     def close(self, servers: Sequence[VllmClient]) -> None:
+        if self.adapted_lm is not None:
+            # A silent server would hold up the end of a run for each version.
+            servers = [server for server in servers if server.is_healthy()]
         self.drop_others(servers, None)
         shutil.rmtree(self.root, ignore_errors=True)
         self._root_lock.release()
