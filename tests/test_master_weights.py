@@ -13,7 +13,7 @@ from tiny import tiny_policy
 from torch import nn
 
 from lagrpo.rng import signed16
-from lagrpo.training import master_weights
+from lagrpo.training import master_weights, split_masters
 from lagrpo.training.master_weights import MasterWeights, Span, dither_, start_master
 from lagrpo.training.trainer import Optimization, Trainer
 
@@ -33,11 +33,12 @@ def module(*tensors: torch.Tensor) -> nn.Module:
 
 
 def rounded(masters: torch.Tensor) -> torch.Tensor:
-    """The weights that MasterWeights.write_back makes of float32 numbers, as float64."""
-    held = MasterWeights(module(torch.zeros(len(masters), dtype=torch.bfloat16)), "plain", 0)
-    held.parameters[0].data.copy_(masters)
+    """The weights that MasterWeights makes of float32 numbers, as float64."""
+    model = module(torch.zeros(len(masters), dtype=torch.bfloat16))
+    held = MasterWeights(model, "plain", 0)
+    held.load(lambda span: masters)
     held.write_back()
-    return held.weights[0].detach().double()
+    return next(model.parameters()).detach().double()
 
 
 # A dithered master rounds to its weight
@@ -98,17 +99,19 @@ def test_dither_covers_the_whole_cell_and_is_keyed():
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_dithering_does_not_change_the_initial_policy(kind):
+@pytest.mark.parametrize("split_on", ["cpu", "cuda"], ids=["split", "whole"])
+def test_dithering_does_not_change_the_initial_policy(monkeypatch, kind, split_on):
     """The weights to the bit, of every name and whatever the order of the parameters; masters alone
     differ."""
+    monkeypatch.setattr(split_masters, "SPLIT_ON", (split_on,))
     policy = tiny_policy(kind, torch.bfloat16)
     before = {name: w.clone() for name, w in policy.weights.items()}
     optimization = Optimization(lr=1e-3, seed=4)
     masters = Trainer(policy, RECIPE, optimization).masters
     masters.write_back()
-    for (name, weight), master in zip(policy.weights.items(), masters.parameters, strict=True):
+    for (name, weight), master in zip(policy.weights.items(), masters.read(), strict=True):
         assert torch.equal(bits(weight), bits(before[name])), name
-        steps = master.detach().view(torch.int32) - before[name].float().view(torch.int32)
+        steps = master.view(torch.int32) - before[name].float().view(torch.int32)
         assert torch.equal(
             steps.flatten(), torch.from_numpy(signed16(0, weight.numel(), 4, "masters", name)).int()
         )
@@ -117,12 +120,99 @@ def test_dithering_does_not_change_the_initial_policy(kind):
 def test_plain_master_weights_equal_the_weights_and_float32_has_none():
     policy = tiny_policy(dtype=torch.bfloat16)
     for weight, master in zip(
-        policy.weights.values(), MasterWeights(policy.model.lm, "plain", 0).parameters, strict=True
+        policy.weights.values(), MasterWeights(policy.model.lm, "plain", 0).read(), strict=True
     ):
         assert torch.equal(master, weight.float())
     policy = tiny_policy()
     masters = MasterWeights(policy.model.lm, "dithered", 0)
     assert [id(p) for p in masters.parameters] == [id(p) for p in policy.model.parameters()]
+
+
+# A weight is half of its master
+
+
+@pytest.fixture
+def split_on_cpu(monkeypatch):
+    monkeypatch.setattr(split_masters, "SPLIT_ON", ("cpu",))
+
+
+@pytest.mark.parametrize("sign", [0, -(2**31)], ids=["positive", "negative"])
+def test_masters_of_any_bits_are_the_same_after_a_split(split_on_cpu, monkeypatch, sign):
+    """All upper 16 bits, with the lower bits at and beside the ends and the middle of a cell."""
+    upper_bits = torch.arange(2**15, dtype=torch.int32) * 2**16 + sign
+    lower_bits = torch.tensor([0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1], dtype=torch.int32)
+    masters = (upper_bits[:, None] + lower_bits).view(torch.float32)
+    is_number = ~masters.isnan()
+    monkeypatch.setattr(split_masters, "NUMBERS_AT_ONCE", 2**12)  # several blocks
+
+    model = module(torch.zeros(masters.shape, dtype=torch.bfloat16))
+    held = MasterWeights(model, "plain", 0)
+    held.load(lambda span: masters.view(-1)[span.start : span.stop])
+    weight = next(model.parameters()).detach()
+    assert torch.equal(bits(weight)[is_number], bits(masters.bfloat16())[is_number])
+    assert weight[~is_number].isnan().all()
+    joined = held.read()[0]
+    assert torch.equal(joined.view(torch.int32)[is_number], masters.view(torch.int32)[is_number])
+    assert joined[~is_number].isnan().all()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["moments here", "moments on the host"])
+def test_steps_of_split_masters_are_adamw_s_of_float32_masters(split_on_cpu, monkeypatch, offload):
+    """Matrices and vectors, with several weights in a block and several blocks in a weight. Small
+    steps from halfway between two weights come back there, up and down."""
+    monkeypatch.setattr(split_masters, "NUMBERS_AT_ONCE", 2**10)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(70, 50), (33,), (3, 7), (2**11,), (17, 5)]
+    weights = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    model = module(*weights)
+    policy: Any = SimpleNamespace(
+        model=SimpleNamespace(lm=model),
+        version=0,
+        advance=lambda: None,
+    )
+    optimization = Optimization(
+        lr=1e-3, weight_decay=0.1, max_grad_norm=None, offload_moments=offload
+    )
+    trainer = Trainer(policy, RECIPE, optimization)
+    trainer.masters.load(lambda span: halfway_masters(weights[int(span.name)], span))
+
+    expected = [
+        nn.Parameter(halfway_masters(weight, Span("", weight.shape, 0, weight.numel())))
+        for weight in weights
+    ]
+    groups = [
+        {"params": [p for p in expected if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in expected if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    for _ in range(3):
+        for parameter, master in zip(expected, trainer.masters.parameters, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad.view(-1)[::3] = 0  # at first these masters only decay, or stay
+            master.grad = parameter.grad.clone()
+        optimizer.step()
+        trainer.update()
+    for weight, parameter, master in zip(
+        model.parameters(), expected, trainer.masters.read(), strict=True
+    ):
+        assert torch.equal(master, parameter)
+        assert torch.equal(bits(weight), bits(parameter.bfloat16()))
+
+
+def halfway_masters(weight: torch.Tensor, span: Span) -> torch.Tensor:
+    """Numbers of a span in float32, all halfway between two weights: above or below, by turns."""
+    masters = weight.float()
+    masters.view(torch.int32).add_(2**15)
+    return masters.view(-1)[span.start : span.stop].view(weight.shape if span.is_whole else -1)
+
+
+@pytest.mark.usefixtures("split_on_cpu")
+def test_masters_take_two_bytes_beside_a_weight():
+    model = module(torch.zeros(2**12, 2**8, dtype=torch.bfloat16))
+    held = MasterWeights(model, "dithered", 0)
+    stand_ins = sum(p.untyped_storage().nbytes() for p in held.parameters)
+    tensors = [t for b in held.blocks for t in vars(b).values() if isinstance(t, torch.Tensor)]
+    assert stand_ins + sum(t.untyped_storage().nbytes() for t in tensors) < 2.01 * 2**20
 
 
 # The expected step of a weight is its master's

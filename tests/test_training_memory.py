@@ -83,7 +83,7 @@ def weights_and_optimizer(by_term: dict[str, int]) -> dict[str, int]:
 
 PLAIN = {
     "weights": 2_000_000,
-    "master weights": 4_000_000,
+    "master weights": 2_000_000,
     "gradient": 4_000_000,
     "optimizer states": 8_000_000,
 }
@@ -130,7 +130,7 @@ STALE = {"schedule": {"sync_every": 2}}
         pytest.param(
             {"ranks": 4},
             {},
-            PLAIN | {"master weights": 1_000_000, "optimizer states": 2_000_000},
+            PLAIN | {"master weights": 500_000, "optimizer states": 2_000_000},
             id="zero1",
         ),
         pytest.param(
@@ -163,10 +163,14 @@ def test_adapters_are_all_that_is_trained_and_copied():
     sizes = replace(MILLION, adapters=10_000)
     assert weights_and_optimizer(sizes_by_term(H100, sizes, model={"lora_r": 4})) == {
         "weights": 2_020_000,
-        "master weights": 40_000,
+        "master weights": 20_000,
         "gradient": 40_000,
         "optimizer states": 80_000,
     }
+
+
+def test_masters_on_a_cpu_are_whole():
+    assert sizes_by_term(Computation(itemsize=2))["master weights"] == 4_000_000
 
 
 def test_packed_weights_come_on_top_of_the_weights_and_replace_layers_of_copies():
@@ -327,7 +331,9 @@ def test_rows_of_the_table_at_the_peak_add_up_to_its_total_for_a_rank_and_for_al
 
 @pytest.fixture
 def samples_by_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All policies were sampled by a copy when the peaks were measured, also on-policy."""
+    """All policies were sampled by a copy when the peaks were measured, also on-policy. On GPUs
+    masters were beside their weights."""
+    monkeypatch.setattr(memory, "_bytes_beside_weight", lambda c: {2: 4, 4: 0}[c.itemsize])
     monkeypatch.setattr(memory, "_samples_by_policy", lambda *_: False)
 
 

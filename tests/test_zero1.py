@@ -7,12 +7,13 @@ process, by MasterWeights.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from rank_updates import (
     Tensors,
+    Updated,
     check_to_rounding,
     check_to_the_bit,
     copied,
@@ -33,6 +34,7 @@ from torch.distributed import ProcessGroup
 
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
+from lagrpo.training import split_masters
 from lagrpo.training.master_weights import FlatBuffer, MasterWeights, MergedState, ZeroMasterWeights
 from lagrpo.training.trainer import Optimization, Trainer
 
@@ -99,6 +101,32 @@ def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, options, changes):
     check_to_the_bit(results, alone)
 
 
+def split_updates(group: ProcessGroup | None, options: dict[str, Any]) -> Updated:
+    """`five_updates` with weights that are half of their masters, as on a GPU. The trainer before
+    the last update is loaded into another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_masters, "SPLIT_ON", ("cpu",))
+        patch.setattr(split_masters, "NUMBERS_AT_ONCE", 2**10)
+        before = make_trainer(group, **options)
+        assert before.masters.blocks
+        metrics = learn(group, before, [(1, 3), (2, 1)])
+        trainer = make_trainer(group, **options)
+        parts = trainer.ranks.gather(copied(before.state()))
+        trainer.load_state(MergedState(parts), before.policy.version)
+        metrics += learn(group, trainer, [(2, 1)])
+    return Updated(metrics, copied(trainer.state()), copied(trainer.policy.weights))
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["moments here", "moments on the host"])
+@pytest.mark.parametrize("R", [None, 3], ids=["no ranks", "3 ranks"])
+def test_updates_with_split_masters_are_those_with_whole_masters_to_the_bit(ranks, R, offload):
+    options = {"dtype": "bfloat16", "tie": True, "max_grad_norm": None}
+    alone = five_updates(None, options, True)
+    options["offload_moments"] = offload
+    results = ranks.run(split_updates, options, size=R) if R else [split_updates(None, options)]
+    check_to_the_bit(results, alone)
+
+
 def mixed_updates(group: ProcessGroup | None, runs_out: bool = False) -> list[Tensors]:
     """With `runs_out` rank 0 has no memory for its second part of the gradients at first.
 
@@ -122,10 +150,14 @@ def mixed_updates(group: ProcessGroup | None, runs_out: bool = False) -> list[Te
                 with pytest.raises(torch.OutOfMemoryError):
                     masters.reduce_grads()
         masters.reduce_grads()
-        with torch.no_grad():
-            for master in masters.parameters:
-                assert master.grad is not None
-                master -= master.grad
+        state: dict[str, Tensor] = {}
+        for span, master, numbers in zip(
+            masters.spans, masters.parameters, masters.read(), strict=True
+        ):
+            assert master.grad is not None
+            state[f"master/{span.label}"] = numbers - master.grad
+        moved = MergedState([state])
+        masters.load(lambda span, moved=moved: moved.part(f"master/{span.name}", span))
         masters.zero_grads()
         masters.write_back()
         states.append(copied(dict(model.named_parameters())))

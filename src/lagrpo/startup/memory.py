@@ -11,11 +11,13 @@ P parameters, of which P_t are trained (all, or the adapters), in a dtype of s b
       on-policy           0               s P for both
     reference weights     s P             s P / R, P and s of the teacher if there is one
     master weights        4 P_t / R       4 P / R
+      on a GPU            2 P_t / R       4 P / R
     gradient              4 P_t           4 P / R
     optimizer states      8 P_t / R       8 P / R
 
-Weights that the C kernels have packed come on top. In float32 with zero1, masters are the weights
-themselves. Activations, logits and caches follow from the tokens of the largest micro-batch.
+Weights that the C kernels have packed come on top. With zero1 a weight in float32 is its own
+master, and in bfloat16 on a GPU half of it. Activations, logits and caches follow from the tokens
+of the largest micro-batch.
 """
 
 from __future__ import annotations
@@ -315,12 +317,10 @@ def _optimizer(
     micro_batch: LargestMicroBatch,
 ) -> list[Term]:
     """Masters, gradient and moments."""
-    s = computation.itemsize
     ranks = computation.ranks
     trained = sizes.trained
     is_sharded = _is_sharded(settings, computation)
-    # Weights in float32 are their own masters.
-    masters = 4 * trained // ranks if s < 4 or is_sharded else 0
+    masters = 4 if is_sharded else _bytes_beside_weight(computation)  # by number
     gradient = 4 * trained // ranks if is_sharded else 4 * trained
     moments = 8 * trained // ranks
     advice = "model.lora_r" if not sizes.adapters else "a smaller model.lora_r"
@@ -337,11 +337,18 @@ def _optimizer(
     # The part of the gradient's sum over the ranks; all of the gradient is still there.
     exchanged = 4 * trained // ranks if ranks > 1 and not is_sharded else 0
     return [
-        Term("master weights", masters, advice),
+        Term("master weights", masters * trained // ranks, advice),
         Term("gradient", gradient, advice, "update" if grows else "learning"),
         Term("gradient of all ranks", exchanged, advice, "update"),
         Term("optimizer states", moments, offload_advice),
     ]
+
+
+def _bytes_beside_weight(computation: Computation) -> int:
+    """Returns the bytes of a master that are not its weight's."""
+    if computation.itemsize < 4 and not computation.on_gpu:
+        return 4
+    return 4 - computation.itemsize
 
 
 # Learning

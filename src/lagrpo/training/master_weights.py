@@ -1,5 +1,7 @@
 """float32 master weights of bfloat16 weights: the numbers that the optimizer updates.
 
+On a GPU a weight is half of its master, which split_masters.py joins for an update.
+
 A *dithered* master starts at a random place among the float32 numbers that round to its weight, so
 small steps move the weight from the first update on. docs/precision.md derives this.
 
@@ -25,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lagrpo.rng import signed16
+from lagrpo.training.split_masters import Block, fill_blocks, is_split, make_blocks, new_window
 
 Start = Literal["dithered", "plain"]
-# Weights of these dtypes are their own masters: nothing is rounded.
+# Weights of these dtypes are their own masters: nothing is rounded. Others are bfloat16.
 EXACT = (torch.float32, torch.float64)
 # AdamW's names of its moments.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,6 +57,10 @@ class Span:
         return self.start == 0 and self.stop == self.shape.numel()
 
     @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1
+
+    @property
     def label(self) -> str:
         """The name of the span in a saved state: NAME, or NAME@START:TOTAL for a part."""
         if self.is_whole:
@@ -73,9 +80,11 @@ class Span:
 class MasterWeights:
     """The masters of a model's trained weights, in one process.
 
-    - `parameters`: a float32 master of every trained weight, or the weights themselves if all are
-      float32 or float64. The optimizer updates them.
+    - `parameters`: a float32 master of every trained weight, or the weight itself if it is float32
+      or float64. The optimizer updates them. Of a weight that is half of its master it is a
+      stand-in, which has the master's gradient, and its moments in the optimizer, but no numbers.
     - `spans`: the numbers that each of them has, and of which weight
+    - `blocks`: the masters that are split
 
     A weight adds its gradient to its master as soon as it has one, and drops it. A dithered start
     is keyed by (seed, "masters", parameter's name).
@@ -85,6 +94,7 @@ class MasterWeights:
     passes_are_collective = False
     group: dist.ProcessGroup | None = None
     device = torch.device("cpu")
+    blocks: Sequence[Block] = ()
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
         trained = trained_parameters(model)
@@ -92,14 +102,49 @@ class MasterWeights:
         self.spans = [
             Span(name, weight.shape, 0, weight.numel()) for name, weight in trained.items()
         ]
-        if all(weight.dtype in EXACT for weight in self.weights):
-            self.parameters = self.weights
-            return
         self.parameters: list[nn.Parameter] = []
         for span, weight in zip(self.spans, self.weights, strict=True):
-            master = nn.Parameter(start_master(span, span.select(weight.detach()), start, seed))
+            if weight.dtype in EXACT:
+                self.parameters.append(weight)
+                continue
+            master = make_parameter(span, weight.detach(), start, seed)
             weight.register_post_accumulate_grad_hook(partial(add_to_master, master))
             self.parameters.append(master)
+        self._make_blocks(self.weights, start, seed)
+
+    def _make_blocks(self, weights: Sequence[Tensor], start: Start, seed: int) -> None:
+        """Makes the masters that are split. `weights` has the numbers of each span."""
+        self.blocks = make_blocks(self.spans, weights)
+        numbers_of = {piece.span: piece.weight for block in self.blocks for piece in block.pieces}
+        fill_blocks(self.blocks, lambda span: start_master(span, numbers_of[span], start, seed))
+
+    def read(self) -> list[Tensor]:
+        """Returns the masters of each span.
+
+        Masters that are split are copies in the host's memory.
+        """
+        masters = [parameter.detach() for parameter in self.parameters]
+        window = new_window(self.blocks)
+        for block in self.blocks:
+            joined = block.join(window)
+            for piece in block.pieces:
+                if piece.in_span.start == 0:
+                    shape = self.parameters[piece.index].shape
+                    masters[piece.index] = torch.empty(shape, dtype=torch.float32)
+                masters[piece.index].view(-1)[piece.in_span] = joined[piece.in_block].cpu()
+        return masters
+
+    @torch.no_grad()
+    def load(self, masters_of: Callable[[Span], Tensor]) -> None:
+        """Makes `masters_of` a span, or of a part of a span, its masters.
+
+        Weights follow after `write_back`.
+        """
+        split = {piece.index for block in self.blocks for piece in block.pieces}
+        for index, (span, parameter) in enumerate(zip(self.spans, self.parameters, strict=True)):
+            if index not in split:
+                parameter.copy_(masters_of(span))
+        fill_blocks(self.blocks, masters_of)
 
     def reduce_grads(self) -> None:
         """Gives every master the gradient of the whole batch: zeros if there is none.
@@ -132,7 +177,7 @@ class MasterWeights:
     def write_back(self) -> None:
         """Rounds every master to its weight: to nearest, ties to even. Collective."""
         for weight, master in zip(self.weights, self.parameters, strict=True):
-            if weight is not master:
+            if weight is not master and not is_split(weight):
                 weight.copy_(master)
 
 
@@ -141,6 +186,21 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
+
+
+def make_parameter(span: Span, numbers: Tensor, start: Start, seed: int) -> nn.Parameter:
+    """Returns the parameter for a span of a weight with these `numbers`: see MasterWeights."""
+    if numbers.dtype in EXACT:
+        return nn.Parameter(numbers)
+    if is_split(numbers):
+        return stand_in(numbers)
+    return nn.Parameter(start_master(span, numbers, start, seed))
+
+
+def stand_in(numbers: Tensor) -> nn.Parameter:
+    """Returns a float32 parameter of the same shape and device, which takes no memory."""
+    one_number = torch.zeros((), dtype=torch.float32, device=numbers.device)
+    return nn.Parameter(one_number.expand(numbers.shape))
 
 
 def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
@@ -295,15 +355,12 @@ class ZeroMasterWeights(MasterWeights):
         self.placed_spans = [(buffer, span) for buffer in self.buffers for span in buffer.spans()]
         self.spans = [span for _, span in self.placed_spans]
 
-        self.parameters = []
-        is_exact = all(weight.dtype in EXACT for weight in trained.values())
-        for span in self.spans:
-            weight = trained[span.name].detach()
-            if is_exact:
-                master = span.select(weight)
-            else:
-                master = start_master(span, span.select(weight), start, seed)
-            self.parameters.append(nn.Parameter(master))
+        weights = [span.select(trained[span.name].detach()) for span in self.spans]
+        self.parameters = [
+            make_parameter(span, weight, start, seed)
+            for span, weight in zip(self.spans, weights, strict=True)
+        ]
+        self._make_blocks(weights, start, seed)
 
     def reduce_grads(self) -> None:
         # All memory comes first: a rank that lacks some can try again while the others wait.
@@ -324,7 +381,9 @@ class ZeroMasterWeights(MasterWeights):
             part = torch.zeros(buffer.part, dtype=buffer.dtype, device=buffer.device)
             for (owner, span), master in zip(self.placed_spans, self.parameters, strict=True):
                 if owner is buffer:
-                    buffer.view(part, span).copy_(master.view(-1))
+                    weight = span.select(buffer.weights[span.name])
+                    numbers = weight if is_split(weight) else master
+                    buffer.view(part, span).copy_(numbers.view(-1))
             buffer.gather(part)
 
 
@@ -357,20 +416,18 @@ def step_offloaded(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
     for parameter in parameters:
         parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
         state: dict[str, Any] = optimizer.state[parameter]
-        # AdamW makes its moments at the first step.
-        on_host = {name: state[name] for name in MOMENTS if name in state}
+        on_host = {name: state[name] for name in MOMENTS}
         for name, moment in on_host.items():
             state[name] = moment.to(parameter.device)
         parameter.grad = gradient
         optimizer.step()
         parameter.grad = None
         for name in MOMENTS:
-            if name in on_host:
-                # In the same memory, which is pinned already.
-                state[name] = on_host[name].copy_(state[name])
-            else:
-                state[name] = to_host(state[name], parameter.device)
+            # In the same memory, which is pinned already.
+            state[name] = on_host[name].copy_(state[name])
 
 
 def to_host(tensor: Tensor, device: torch.device) -> Tensor:

@@ -50,6 +50,7 @@ from lagrpo.training.master_weights import (
     step_offloaded,
     to_host,
 )
+from lagrpo.training.split_masters import new_window, step_blocks
 from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM
 from lagrpo.training.tensors import to_floats
 
@@ -211,7 +212,7 @@ class Trainer:
         matrices: list[Tensor] = []
         vectors: list[Tensor] = []
         for span, parameter in zip(self.masters.spans, self.masters.parameters, strict=True):
-            if len(span.shape) > 1:
+            if span.is_matrix:
                 matrices.append(parameter)
             else:
                 vectors.append(parameter)
@@ -478,10 +479,12 @@ class Trainer:
             rate *= self.rate_by_kl.next_factor(kl)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        window = self._with_room(self._make_room_for_step)
+        step_blocks(self.optimizer, self.masters.blocks, self.masters.parameters, window)
+        # The other masters, which are in no block.
         if self.optimization.offload_moments:
             step_offloaded(self.optimizer, self.masters.parameters)
         else:
-            self._with_room(self._make_moments)
             self.optimizer.step()
         if self.optimization.log_gradient_cosine:
             self._keep_gradient(gradients)
@@ -490,17 +493,19 @@ class Trainer:
         self.policy.advance()
         return metrics | {"lr": rate}
 
-    def _make_moments(self) -> None:
-        """Makes the moments that AdamW's first step would make, with the same numbers.
+    def _make_room_for_step(self) -> Tensor:
+        """Makes the moments that AdamW's first step would make. Returns memory for `step_blocks`.
 
         That step could not be repeated if memory ran out: it may have changed masters by then.
         """
         for master in self.masters.parameters:
             if not self.optimizer.state[master]:
-                self.optimizer.state[master] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                    **{name: torch.zeros_like(master) for name in MOMENTS},
-                }
+                moments = {name: torch.zeros_like(master) for name in MOMENTS}
+                if self.optimization.offload_moments:
+                    moments = {name: to_host(m, master.device) for name, m in moments.items()}
+                step = torch.zeros((), dtype=torch.float32, device=master.device)
+                self.optimizer.state[master] = {"step": step, **moments}
+        return new_window(self.masters.blocks)
 
     def _gradient_cosine(self) -> dict[str, float]:
         """Returns the cosine between this gradient and the gradient of the update before.
@@ -604,12 +609,15 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         """Returns all tensors that decide the next updates, by name: masters, moments, step count.
 
-        They are the trainer's own memory. With ranks this is one rank's part; `MergedState` of the
-        states of all has everything.
+        Masters that are split are copies, all else is the trainer's own memory. With ranks
+        this is one rank's part; `MergedState` of the states of all has everything.
         """
         state: dict[str, Tensor] = {}
-        for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
-            state[f"master/{span.label}"] = master.detach()
+        masters = self.masters
+        for span, master, numbers in zip(
+            masters.spans, masters.parameters, masters.read(), strict=True
+        ):
+            state[f"master/{span.label}"] = numbers
             for key, value in self.optimizer.state.get(master, {}).items():
                 # A step count is one number: it has no part per rank.
                 label = span.name if key == "step" else span.label
@@ -636,8 +644,8 @@ class Trainer:
                     f"master/{span.name} has {count} numbers in the trainer's state, not {expected}"
                 )
         self.reset_optimizer()
+        self.masters.load(lambda span: saved.part(f"master/{span.name}", span))
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
-            master.copy_(saved.part(f"master/{span.name}", span))
             # A run that stopped before its first update has no moments.
             if f"step/{span.name}" in saved:
                 self.optimizer.state[master] = self._load_moments(saved, span, master)
