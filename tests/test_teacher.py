@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from lagrpo.errors import SettingsError
 from lagrpo.model.backend import choose_backend
 from lagrpo.model.loading import open_policy
 from lagrpo.model.model import Packed, copy_policy
+from lagrpo.model.reference_prompt import ReferencePrompt, find_best
 from lagrpo.runs import load_rollouts
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, JsonObject, Prompt
 from lagrpo.verify import verify_run
 
 HINT = "{{ prompt }} {{ answer }}"
+BEST = "{{ prompt }} {{ best_completion }}"
 LOSS = {"recipe": "own_functions:distilled"}
 LARGER: dict[str, Any] = {
     "hidden_size": 64,
@@ -60,13 +63,13 @@ def settings_of(model: Path, root: Path, /, **sections: Any) -> dict[str, JsonOb
 
 @pytest.fixture(scope="module")
 def taught(model, teacher, tmp_path_factory):
-    """A run in bfloat16 with a teacher that sees the answer. Tests leave it as it is."""
+    """A run in bfloat16 whose teacher sees the best completion. Tests leave it as it is."""
     return train(
         settings_of(
             model,
             tmp_path_factory.mktemp("taught"),
             model={"dtype": "bfloat16"},
-            loss={"reference": str(teacher), "reference_prompt": HINT},
+            loss={"reference": str(teacher), "reference_prompt": BEST},
             checkpoint={"export_every": 1},
         )
     ).run
@@ -146,6 +149,36 @@ def test_reference_that_contradicts_other_settings_is_rejected_in_a_line(
         train(settings_of(model, tmp_path, **sections), dry_run=True)
     assert named in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "smallest", "best"),
+    [
+        pytest.param([0.0, 0.5, 1.0, 0.0], 0.0, "c", id="the highest reward"),
+        pytest.param([0.0, 1.0, 1.0, 1.0], 0.0, "b", id="the first of equals"),
+        pytest.param([None, 0.5, None, 0.0], 0.0, "b", id="without a reward"),
+        pytest.param([-1.0, -0.5, -1.0, -1.0], -1.0, "b", id="a negative range"),
+        pytest.param([0.0, 0.0, None, 0.0], 0.0, "", id="nothing above the lowest"),
+        pytest.param([None, None, None, None], 0.0, "", id="no rewards at all"),
+    ],
+)
+def test_best_completion_has_the_highest_reward_above_the_lowest(rewards, smallest, best):
+    assert find_best(rewards, ["a", "b", "c", "d"], smallest) == best
+
+
+@pytest.mark.parametrize(
+    ("best", "limit", "more"),
+    [
+        pytest.param("abc", 23, 4, id="at the limit"),
+        pytest.param("abc", 22, 0, id="too long"),
+        pytest.param("", 23, 0, id="no best completion"),
+    ],
+)
+def test_reference_sees_the_best_completion_if_there_is_one_and_it_fits(best, limit, more):
+    chat = tiny_policy().chat
+    prompt = chat.tokenize(Prompt(1, ({"role": "user", "content": "x?"},), ""))
+    seen_ids = ReferencePrompt(BEST).tokenize_with_best(chat, prompt, best, limit)
+    assert len(seen_ids) == len(prompt.token_ids) + more
 
 
 # Log-probs
@@ -300,14 +333,28 @@ def test_resume_with_another_teacher_at_its_path_is_rejected(model, tmp_path, ch
 def alone(model, teacher, tmp_path_factory):
     """The float32 run of one process with a teacher."""
     root = tmp_path_factory.mktemp("alone")
-    loss = {"reference": str(teacher), "reference_prompt": HINT}
-    return cache(lambda: train(settings_of(model, root, loss=loss)).run)
+    loss = {"reference": str(teacher), "reference_prompt": BEST}
+    task = {"name": "sample_task:load_rarely_right"}
+    return cache(lambda: train(settings_of(model, root, loss=loss, task=task)).run)
+
+
+def test_groups_without_a_right_completion_have_no_hint_and_replay(alone):
+    rows = load_rollouts(alone())
+    rewards = defaultdict(list)
+    for row in rows:
+        rewards[row["step"], row["prompt_id"]].append(row["reward"])
+    has_best = [max(rewards[row["step"], row["prompt_id"]]) > 0 for row in rows]
+    is_hinted = [row["ref_prompt_token_ids"] != row["prompt_token_ids"] for row in rows]
+    assert is_hinted == has_best
+    assert len(set(has_best)) == 2
+    assert verify_run(alone(), 4, trust_run_code=True).differences == []
 
 
 @pytest.mark.parametrize("shard", ["zero1", "fsdp2"])
 def test_ranks_with_a_teacher_make_the_run_of_one_process(model, teacher, alone, tmp_path, shard):
-    loss = {"reference": str(teacher), "reference_prompt": HINT}
-    settings = settings_of(model, tmp_path, loss=loss, **sharded(shard))
+    loss = {"reference": str(teacher), "reference_prompt": BEST}
+    task = {"name": "sample_task:load_rarely_right"}
+    settings = settings_of(model, tmp_path, loss=loss, task=task, **sharded(shard))
     run = only_result(together(2, settings)).run
     columns: dict[str, Any] = {"token_ids": 0.0, "ref_logprobs": 1e-4}
     for row, other in zip(load_rollouts(run), load_rollouts(alone()), strict=True):

@@ -6,16 +6,17 @@ b gets the positions (b - 1)·N .. b·N - 1 of that endless sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from lagrpo.data.fingerprint import digest_prompt
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy
-from lagrpo.model.reference_prompt import ReferencePrompt
+from lagrpo.model.reference_prompt import ReferencePrompt, find_best
 from lagrpo.tasks import Task, name_prompt, order_prompts
 from lagrpo.tasks.episodes import Episodes
-from lagrpo.types import JsonView, Prompt, Request
+from lagrpo.types import Group, JsonView, Prompt, Request
 
 
 class PromptSource:
@@ -104,6 +105,33 @@ class PromptSource:
             prompt = self.tokenized("train", order[position_in_pass])
             requests.append(Request(batch=b, epoch=-1 - finished_passes, prompt=prompt))
         return requests
+
+    def show_best(
+        self, groups: Sequence[Group], smallest_reward: float, max_completion: int
+    ) -> list[Group]:
+        """Returns scored groups whose reference sees their best completion, if its prompt reads it.
+
+        A completion has at most `max_completion` tokens. Raises SettingsError if a prompt cannot be
+        rendered.
+        """
+        template = self.reference_prompt
+        if template is None or not template.reads_best:
+            return list(groups)
+        tools = self.episodes.tools if self.episodes is not None else None
+        limit = self.max_prompt_tokens + max_completion
+        shown: list[Group] = []
+        for group in groups:
+            rewards = [completion.reward for completion in group.completions]
+            texts = [completion.text for completion in group.completions]
+            best = find_best(rewards, texts, smallest_reward)
+            prompt = group.prompt
+            try:
+                seen_ids = template.tokenize_with_best(self.chat, prompt, best, limit, tools)
+            except ValueError as error:
+                label = name_prompt(self.task, "train", prompt.key, prompt)
+                raise SettingsError(f"{label}: {error}") from error
+            shown.append(replace(group, prompt=replace(prompt, reference_token_ids=seen_ids)))
+        return shown
 
     def _make_batch(self, b: int) -> list[Request]:
         """Returns the N requests of batch b = 1, 2, …"""

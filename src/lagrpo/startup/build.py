@@ -45,6 +45,7 @@ from lagrpo.startup.teacher import (
     build_teacher,
     check_finite_rows,
     check_teacher,
+    longest_sequence,
     read_teacher_files,
 )
 from lagrpo.tasks import Task
@@ -104,7 +105,7 @@ def build_run(
         with as_settings_error():
             check_places(recorded or {}, places)
 
-        longest = settings.max_sequence_length + max_reply_tokens(settings, *loaded.values())
+        longest = longest_sequence(settings, *loaded.values())
         check_teacher(settings, recipe, longest)
         policy, servers = load_policy_and_servers(settings, loaded, ranks, started, undo)
         check_same_model(ranks, policy)

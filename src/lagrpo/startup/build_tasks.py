@@ -17,13 +17,13 @@ from lagrpo.distributed.torchrun import local_size, read_count
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
-from lagrpo.model.reference_prompt import ReferencePrompt
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool, count_workers
 from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import TaskSettings
 from lagrpo.startup.build_episodes import build_episodes
+from lagrpo.startup.checks import read_reference_prompt
 from lagrpo.tasks import Task, complete_task, drop_overlong, environment_of, load_task
 from lagrpo.tasks.data import prompt_keys
 from lagrpo.tasks.episodes import MAIN_TASK
@@ -129,10 +129,7 @@ def build_prompts(
     """
     sources: dict[str, PromptSource] = {}
     sampling = settings.rollout
-    reference_prompt = None
-    if settings.loss.reference_prompt is not None:
-        with as_settings_error("loss.reference_prompt"):
-            reference_prompt = ReferencePrompt.read(settings.loss.reference_prompt)
+    reference_prompt = read_reference_prompt(settings)
     sampled_prompts = settings.schedule.prompts_per_batch - settings.offline_prompts
     for name, task in tasks.items():
         episodes = build_episodes(

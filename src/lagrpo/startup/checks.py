@@ -139,8 +139,15 @@ def check_reference(settings: Settings, recipe: Recipe) -> None:
                 "loss.reference_prompt is for prompts of a task, and offline.data has others: "
                 "unset one of them"
             )
-        with as_settings_error("loss.reference_prompt"):
-            ReferencePrompt.read(loss.reference_prompt)
+        read_reference_prompt(settings)
+
+
+def read_reference_prompt(settings: Settings) -> ReferencePrompt | None:
+    """Returns the template of loss.reference_prompt; None without one. Raises SettingsError."""
+    if settings.loss.reference_prompt is None:
+        return None
+    with as_settings_error("loss.reference_prompt"):
+        return ReferencePrompt.read(settings.loss.reference_prompt)
 
 
 def check_stop_rule(settings: Settings) -> None:

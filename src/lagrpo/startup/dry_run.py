@@ -16,7 +16,6 @@ from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.rollout.vllm.server import find_python
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
-from lagrpo.startup.build_episodes import max_reply_tokens
 from lagrpo.startup.build_policy import build_outline
 from lagrpo.startup.build_tasks import (
     build_offline,
@@ -27,7 +26,7 @@ from lagrpo.startup.build_tasks import (
     warn_of_trained_prompts,
 )
 from lagrpo.startup.explain import print_meaning
-from lagrpo.startup.teacher import check_teacher
+from lagrpo.startup.teacher import check_teacher, longest_sequence
 from lagrpo.tasks import Task
 from lagrpo.tasks.episodes import MAIN_TASK
 
@@ -44,7 +43,7 @@ def explain_run(settings: Settings, recipe: Recipe, task: Task | None) -> None:
     if settings.rollout.uses_vllm and not settings.vllm.urls:
         with as_settings_error("vllm"):
             find_python()
-    longest = settings.max_sequence_length + max_reply_tokens(settings, *tasks.values())
+    longest = longest_sequence(settings, *tasks.values())
     check_teacher(settings, recipe, longest)
     outline = build_outline(settings.model, longest)
     with ExitStack() as undo:

@@ -25,7 +25,10 @@ from lagrpo.model.stored import StoredWeights
 from lagrpo.resume.model_files import ModelFiles, read_forward_files
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
+from lagrpo.startup.build_episodes import max_reply_tokens
 from lagrpo.startup.build_policy import build_policy, check_same_model, loading
+from lagrpo.startup.checks import read_reference_prompt
+from lagrpo.tasks import Task
 from lagrpo.training import fsdp
 
 SETTING = "loss.reference"
@@ -53,6 +56,17 @@ def teacher_dtype(config: Any) -> Literal["auto", "float32"]:
     """Returns the setting for the dtype of a model: its own, as far as the hardware has it."""
     dtype = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
     return "float32" if dtype == "float32" else "auto"
+
+
+def longest_sequence(settings: Settings, *tasks: Task) -> int:
+    """Returns the tokens of the longest sequence that the policy or its reference reads."""
+    reply_tokens = max_reply_tokens(settings, *tasks)
+    longest = settings.max_sequence_length + reply_tokens
+    reference_prompt = read_reference_prompt(settings)
+    if reference_prompt is not None and reference_prompt.reads_best:
+        # The best completion stands in the prompt, too.
+        longest += settings.rollout.max_completion_length + reply_tokens
+    return longest
 
 
 def check_teacher(settings: Settings, recipe: Recipe, longest: int) -> None:

@@ -67,6 +67,7 @@ class Sampling:
         self.reward_pool = main.reward_pool
         self.offline = offline
         self.offline_prompts = settings.offline_prompts
+        self.smallest_reward = settings.task.reward_range[0]
         self.params = params
         self.ranks = ranks
         self.batches = settings.schedule.batches
@@ -147,7 +148,8 @@ class Sampling:
         """Returns the scored groups of the batch after `state`: the ones of a file come first.
 
         Groups whose rewards are all equal are replaced, if the settings say so. Collective. Raises
-        Interrupted, and RewardError if too many completions of the batch have no reward.
+        Interrupted, RewardError if too many completions of the batch have no reward, and
+        SettingsError for a best completion that loss.reference_prompt cannot render.
         """
         b = state.batch + 1
         file_groups: Sequence[Group] = ()
@@ -161,7 +163,7 @@ class Sampling:
         scored = self._replace_zero_variance(state, scored)
         self.prefetcher.keep(b)
         self.engine.before_learning()
-        return scored
+        return self.prompts.show_best(scored, self.smallest_reward, self.params.longest)
 
     def _score(
         self,

@@ -14,7 +14,7 @@ import torch
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import Chat
 from lagrpo.model.files import load_tokenizer
-from lagrpo.model.reference_prompt import ReferencePrompt, is_text
+from lagrpo.model.reference_prompt import ReferencePrompt, find_best, is_text
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reasons import depends_on_machine
 from lagrpo.rewards.reward import Rewards
@@ -184,12 +184,31 @@ def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
             expected["epoch"] = epoch
             expected["prompt_id"] = int(order[index])
         if chat is not None:
-            expected["prompt_token_ids"] = list(chat.tokenize(prompt).token_ids)
+            prompt = chat.tokenize(prompt)
+            expected["prompt_token_ids"] = list(prompt.token_ids)
             if reference_prompt is not None:
-                seen = chat.tokenize(reference_prompt.fill(prompt))
-                expected["ref_prompt_token_ids"] = list(seen.token_ids)
+                seen_ids = _seen_by_reference(run, reference_prompt, chat, prompt, members)
+                expected["ref_prompt_token_ids"] = list(seen_ids)
         for row in members:
             run.report.compare("prompts", row["where"], expected, row)
+
+
+def _seen_by_reference(
+    run: RecordedRun,
+    reference_prompt: ReferencePrompt,
+    chat: Chat,
+    prompt: Prompt,
+    members: Sequence[Row],
+) -> tuple[int, ...]:
+    """Returns the tokens that the reference sees of a group's prompt."""
+    if not reference_prompt.reads_best:
+        return chat.tokenize(reference_prompt.fill(prompt)).token_ids
+    rewards = [row["reward"] for row in members]
+    texts = [row["completion"] for row in members]
+    best = find_best(rewards, texts, run.settings.task.reward_range[0])
+    rollout = run.settings.rollout
+    limit = rollout.max_prompt_length + rollout.max_completion_length
+    return reference_prompt.tokenize_with_best(chat, prompt, best, limit)
 
 
 def check_episode(
