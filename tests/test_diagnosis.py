@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_runs import evaluate, make_run, row
@@ -278,6 +279,31 @@ def stale_by(updates: int, kl: float) -> Callable[[int, JsonObject], object]:
     return change
 
 
+def taught(
+    distance: Callable[[int], float],
+    name: str = "",
+    reward: float = 0.0,
+    entropy: Callable[[int], float] = lambda batch: 1.0,
+    stale_kl: float | None = None,
+    **others: Any,
+) -> Fault:
+    """A run that learns from a teacher at this distance alone; rewards are all equal."""
+
+    def change_metrics(batch: int, metrics: JsonObject) -> None:
+        metrics |= {"kl": distance(batch), "grad_norm": 0.5, "entropy": entropy(batch)}
+        if stale_kl is not None:
+            stale_by(4, stale_kl)(batch, metrics)
+
+    return Fault(
+        name,
+        lambda batch, one: one.update(reward=reward, advantage=0.0),
+        change_metrics,
+        sections={"loss": {"recipe": "opd", "reference": "teacher"}},
+        evaluations=(),
+        **others,
+    )
+
+
 def answer_shown(batch: int, completion: JsonObject) -> None:
     completion["prompt_text"] += " (the answer is 41)"
 
@@ -440,6 +466,9 @@ FAULTS = [
         reward_of(flat),
         settings={"optimizer.learning_rate": 9e-4},
     ),
+    taught(lambda batch: 0.0, name="flat_teacher"),
+    taught(lambda batch: 0.01 * batch, name="flat_teacher", settings=SLOWER),
+    taught(lambda batch: 0.3, name="flat_teacher", settings={"optimizer.learning_rate": 9e-4}),
     Fault("flat_evaluation", evaluations=((0, 0.25), (40, 0.25))),
     Fault("flat_evaluation", evaluations=((0, 0.25), (40, 0.5))),
     Fault(
@@ -495,6 +524,12 @@ def test_healthy_run_has_no_finding(batches):
 
 
 HEALTHY = {
+    "wrong groups that a teacher teaches": taught(lambda batch: 0.3 / batch),
+    "right groups that a teacher teaches": taught(lambda batch: 0.3 / batch, reward=0.8),
+    "entropy that falls toward the teacher's": taught(
+        lambda batch: 0.3 / batch, entropy=lambda batch: 0.7**batch
+    ),
+    "policy that a teacher moves from the sampler": taught(lambda batch: 0.3 / batch, stale_kl=0.2),
     "solved prompts": Fault(
         "",
         reward_of(lambda batch, one: 1.0 if batch > 20 else float(one["sample_index"] % 2)),

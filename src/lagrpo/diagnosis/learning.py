@@ -92,6 +92,9 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
     third = len(rewards) // 3
     if third < record.window or record.is_solved or not record.has_signal:
         return None
+    if record.ignores_reward:
+        # What it learns is the distance to the teacher: find_flat_teacher.
+        return None
     silent = mean(record.values("frac_reward_zero_std")) or 0.0
     # With less signal, its absence is the finding.
     if silent >= 0.7:
@@ -110,6 +113,38 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
     return Finding(
         f"The reward has not risen in {len(rewards)} batches: {first:.3f} in the first third, "
         f"{last:.3f} in the last, although {percent(1 - silent)} of the groups give a signal.",
+        cost=0.45,
+        settings={"optimizer.learning_rate": 3 * rate},
+    )
+
+
+def find_flat_teacher(record: RunRecord, threshold: float) -> Finding | None:
+    """The policy is its teacher from the start, or does not come nearer to it."""
+    distances = record.values("kl")
+    window = record.window
+    if not record.ignores_reward or len(distances) < 2 * window or record.nears_teacher:
+        return None
+    first = statistics.fmean(distances[:window])
+    last = statistics.fmean(distances[-window:])
+    if max(first, last) < threshold:
+        return Finding(
+            f"The teacher says what the policy says: kl is {last:.1e} nats per token, so there is "
+            "nothing to learn.",
+            cost=1.0,
+            advice="Check that loss.reference is another model than model.path, or that "
+            "loss.reference_prompt shows what helps to answer.",
+        )
+    if last > first and differ(distances[:window], distances[-window:]):
+        return Finding(
+            f"The policy moves away from the teacher: kl went from {first:.2g} to {last:.2g} nats "
+            "per token.",
+            cost=0.9,
+            settings=lower_rate(record),
+        )
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return Finding(
+        f"The policy does not come nearer to the teacher in {len(distances)} batches: kl was "
+        f"{first:.2g} nats per token, and is {last:.2g}.",
         cost=0.45,
         settings={"optimizer.learning_rate": 3 * rate},
     )

@@ -90,12 +90,35 @@ class RunRecord:
         """Returns the mean of a metric over the last window; None without a value."""
         return mean(self.values(metric, self.metrics[-self.window :]))
 
-    def rises(self) -> bool:
-        """True if the reward still rises.
+    @cached_property
+    def has_teacher(self) -> bool:
+        """True if a teacher may teach, so that groups of equal rewards have a signal, too."""
+        names = ("loss.reference", "loss.reference_prompt")
+        return any(self.settings.get(name) is not None for name in names)
 
-        The last window is higher than the one before, and by more than chance higher than that one
-        or the first one.
+    @cached_property
+    def ignores_reward(self) -> bool:
+        """True if only a teacher teaches: no completion has an advantage."""
+        return self.has_teacher and not any(row["advantage"] for row in self.rollouts)
+
+    @cached_property
+    def nears_teacher(self) -> bool:
+        """True if the policy is nearer to its teacher than at the start, by more than chance."""
+        distances = self.values("kl") if self.has_teacher else []
+        if len(distances) < 2 * self.window:
+            return False
+        first = distances[: self.window]
+        last = distances[-self.window :]
+        return statistics.fmean(last) < statistics.fmean(first) and differ(first, last)
+
+    def rises(self) -> bool:
+        """True if the reward still rises, or the policy comes nearer to its teacher.
+
+        The last window of rewards is higher than the one before, and by more than chance higher
+        than that one or the first one.
         """
+        if self.nears_teacher:
+            return True
         rewards = self.values("reward")
         first = rewards[: self.window]
         before = rewards[-2 * self.window : -self.window]

@@ -48,9 +48,11 @@ def find_unscored(record: RunRecord, threshold: float) -> Finding | None:
 
 def find_too_hard(record: RunRecord, threshold: float) -> Finding | None:
     """Most groups are all wrong."""
+    if record.has_teacher or record.has_collapsed:
+        return None
     groups = [group for group in groups_of(record.recent_rows) if len(scored_rows(group)) > 1]
     wrong = [group for group in groups if record.kind(group) == ALL_WRONG]
-    if not groups or len(wrong) < threshold * len(groups) or record.has_collapsed:
+    if not groups or len(wrong) < threshold * len(groups):
         return None
     rows = scored_rows(record.recent_rows)
     right = sum(record.is_correct(row) for row in rows)
@@ -90,7 +92,7 @@ def find_too_easy(record: RunRecord, threshold: float) -> Finding | None:
     # Of the first batches only the first half counts: a quick run may have learned by then.
     groups = groups[: (len(groups) + 1) // 2]
     right = [group for group in groups if record.kind(group) == ALL_RIGHT]
-    if not groups or len(right) < threshold * len(groups):
+    if record.has_teacher or not groups or len(right) < threshold * len(groups):
         return None
     share = len(right) / len(groups)
     return Finding(
@@ -115,6 +117,8 @@ def _find_constant_prompts(
     record: RunRecord, threshold: float, kind: str, verdict: str
 ) -> Finding | None:
     """Many prompts have had no other kind of group."""
+    if record.has_teacher:
+        return None
     groups_by_prompt: dict[int, list[list[JsonView]]] = defaultdict(list)
     for group in groups_of(record.rollouts):
         groups_by_prompt[group[0]["prompt_id"]].append(group)
@@ -191,6 +195,8 @@ def find_dominant_reward(record: RunRecord, threshold: float) -> Finding | None:
 
 def _weighted_rewards(record: RunRecord) -> list[dict[str, Any]]:
     """Returns the rewards of the settings that count; none if the task has a single one."""
+    if record.ignores_reward:
+        return []
     rewards = record.settings.get("task.rewards") or []
     names = {name.removeprefix(REWARD) for row in record.recent_rows[:1] for name in row}
     return [reward for reward in rewards if reward["name"] in names and reward.get("weight", 1.0)]

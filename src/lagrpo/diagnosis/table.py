@@ -220,6 +220,15 @@ DETECTORS = (
         find=learning.find_flat_reward,
     ),
     Detector(
+        "flat_teacher",
+        reads="kl, loss.reference, loss.reference_prompt",
+        # Nats per token: two dtypes of one model differ by less.
+        threshold=1e-4,
+        advice="Check with lagrpo eval that the teacher solves the task, at rollout.temperature "
+        "and with the chat template of the policy.",
+        find=learning.find_flat_teacher,
+    ),
+    Detector(
         "flat_evaluation",
         reads="reward, reward of evaluations",
         # Of the range of rewards; a smaller difference may come from the prompts.
