@@ -79,7 +79,10 @@ def find_supported(
     if not missing:
         return resolved
     cure = "take lagrpo.trl or lagrpo train"
-    if resolved.beta > 0 and not missing_inputs(resolved.with_knob("beta", 0.0)):
+    if resolved.needs_teacher:
+        # lagrpo.trl has no teacher, either.
+        cure = "take lagrpo train"
+    elif resolved.beta > 0 and not missing_inputs(resolved.with_knob("beta", 0.0)):
         cure = (
             f'call lagrpo.verl.register("{resolved.name}", {{"beta": 0}}) and set verl\'s '
             f"actor.use_kl_loss=True, actor.kl_loss_coef={resolved.beta:g}"
