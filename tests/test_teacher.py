@@ -26,7 +26,9 @@ from lagrpo import train
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
 from lagrpo.model.backend import choose_backend
-from lagrpo.model.loading import open_policy
+from lagrpo.model.embedded import ADAPTER_CONFIG
+from lagrpo.model.loading import load_policy, open_policy
+from lagrpo.model.lora import ADAPTER_WEIGHTS, Lora
 from lagrpo.model.model import Packed, copy_policy
 from lagrpo.model.reference_prompt import ReferencePrompt, find_best
 from lagrpo.runs import load_rollouts
@@ -59,6 +61,18 @@ def settings_of(model: Path, root: Path, /, **sections: Any) -> dict[str, JsonOb
         "checkpoint": {"save_every": 1, "save_minutes": 0, "save_total_limit": 9},
     }
     return merged(tiny_settings(model, root), base, sections)
+
+
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory):
+    """Adapters of the policy's model whose B are not 0."""
+    policy = load_policy(str(model), torch.float32, lora=Lora(2, 4.0))
+    with torch.no_grad():
+        for name, weight in policy.weights.items():
+            weight.add_(0.5 * name.endswith("lora_B"))
+    folder = tmp_path_factory.mktemp("teachers") / "adapter"
+    policy.save(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +121,49 @@ def test_teacher_that_does_not_fit_is_rejected_before_weights_load(
     with pytest.raises(SettingsError, match=r"loss\.reference") as error:
         train(settings, dry_run=dry_run)
     assert named in str(error.value)
+
+
+def change_adapter_config(folder: Path, **values: object) -> None:
+    file = folder / ADAPTER_CONFIG
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | values), encoding="utf-8")
+
+
+def name_itself_as_model(folder: Path) -> None:
+    copied = shutil.copytree(folder, folder.parent / "other")
+    change_adapter_config(folder, base_model_name_or_path=str(copied))
+
+
+def name_larger_model(folder: Path) -> None:
+    larger = save_tiny(folder.parent / "larger", **LARGER)
+    change_adapter_config(folder, base_model_name_or_path=str(larger))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        pytest.param(lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "read", id="no weights"),
+        pytest.param(partial(change_adapter_config, r=3), "shape", id="another rank"),
+        pytest.param(name_larger_model, "shape", id="adapters of another model"),
+        pytest.param(name_itself_as_model, "an adapter, too", id="adapters of adapters"),
+    ],
+)
+def test_adapter_as_teacher_that_does_not_fit_is_rejected_by_a_dry_run(
+    adapter, model, tmp_path, damage, named
+):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    damage(folder)
+    settings = settings_of(model, tmp_path, loss={"reference": str(folder)})
+    with pytest.raises(SettingsError, match=r"loss\.reference") as error:
+        train(settings, dry_run=True)
+    assert named in str(error.value)
+
+
+def test_teacher_without_weights_is_rejected_by_a_dry_run(model, tmp_path):
+    folder = save_tiny(tmp_path / "teacher")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(SettingsError, match=r"loss\.reference"):
+        train(settings_of(model, tmp_path, loss={"reference": str(folder)}), dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +319,19 @@ def test_run_with_a_teacher_agrees_with_its_replay(taught):
     assert report.differences == []
     tokens = sum(len(row["token_ids"]) for row in load_rollouts(taught))
     assert report.compared["ref_logprobs"] == tokens
+
+
+def test_run_of_adapters_with_an_adapter_as_teacher_agrees_with_its_replay(
+    model, adapter, tmp_path
+):
+    loss = {"recipe": "opd", "reference": str(adapter)}
+    settings = settings_of(model, tmp_path, model={"lora_r": 2}, loss=loss)
+    run = train(settings).run
+    report = verify_run(run, 8, trust_run_code=True)
+    assert report.differences == []
+    assert report.compared["ref_logprobs"] > 0
+    (row, *_) = load_rollouts(run, [1])
+    assert row["ref_logprobs"] != row["old_logprobs"]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def find_falling_entropy(record: RunRecord, threshold: float) -> Finding | None:
     if batches > len(record.metrics):
         return None
     return Finding(
-        f"The entropy fell from {middle:.2g} to {last:.2g} nats per token while the reward did not "
-        f"rise; {when}.",
+        f"The entropy fell from {middle:.2g} to {last:.2g} nats per token while the policy did not "
+        f"improve; {when}.",
         cost=0.6 if batches <= 0 else 0.5,
         settings=lower_rate(record),
     )
@@ -128,7 +128,7 @@ def find_flat_teacher(record: RunRecord, threshold: float) -> Finding | None:
     last = statistics.fmean(distances[-window:])
     if max(first, last) < threshold:
         return Finding(
-            f"The teacher says what the policy says: kl is {last:.1e} nats per token, so there is "
+            f"The teacher says what the policy says: kl is {last:.1g} nats per token, so there is "
             "nothing to learn.",
             cost=1.0,
             advice="Check that loss.reference is another model than model.path, or that "

@@ -173,7 +173,7 @@ def find_kl(record: RunRecord, threshold: float) -> Finding | None:
         return None
     return Finding(
         f"The mean rollout/kl is {kl:.2f} nats per token in the last {window} batches, and the "
-        f"reward does not rise: stable runs stay below {threshold:g}.",
+        f"policy does not improve: stable runs stay below {threshold:g}.",
         # Grave from twice the threshold on, where runs were unstable.
         cost=min(1.0, 0.25 * kl / threshold),
         settings=lower_rate(record),

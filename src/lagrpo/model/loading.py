@@ -22,10 +22,10 @@ from lagrpo.model.attention import Shape
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.chat import Chat
 from lagrpo.model.directory import check_weights, naming_damage
-from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.embedded import is_adapter
 from lagrpo.model.files import TOKENIZER_CONFIG, find_source, load_tokenizer
 from lagrpo.model.layout import Packed
-from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapter_weights
+from lagrpo.model.lora import Lora, attach_lora, check_fits, find_base, load_adapter
 from lagrpo.model.model import Policy, trained_weights
 from lagrpo.model.stored import StoredWeights, find_weight_files
 
@@ -96,7 +96,7 @@ def open_policy(
     """
     tokenizer = check_files(path)
     with naming_damage(path, _advice()):
-        lm = _make_empty_model(path, dtype)
+        lm = make_empty_model(path, dtype)
         if teaches is not None:
             cut_vocabulary(lm, teaches.vocabulary)
         weights = StoredWeights(lm, find_weight_files(path))
@@ -124,7 +124,7 @@ def outline_policy(
     """
     tokenizer = check_files(path)
     with naming_damage(path, _advice()):
-        lm = _make_empty_model(path, dtype)
+        lm = make_empty_model(path, dtype)
     # With this entry, transformers reads another file.
     names_other_file = getattr(lm.config, "transformers_weights", None) is not None
     if Path(path).is_dir() and not names_other_file:
@@ -199,7 +199,7 @@ def load_model(
     return lm, tokenizer
 
 
-def _make_empty_model(path: str, dtype: torch.dtype) -> Any:
+def make_empty_model(path: str, dtype: torch.dtype) -> Any:
     """Returns the model of transformers as `load_model` does, with its weights on the meta device.
 
     Buffers have their numbers: no file has them.
@@ -254,17 +254,15 @@ def load_adapted(
 
     A tokenizer in the directory replaces the model's: it has the chat template of the training.
     """
-    weights = load_adapter_weights(adapter)
+    lora, weights = load_adapter(adapter)
     check_finite(weights)
-    lora, base = load_adapter_config(adapter)
-    with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
-        lm, tokenizer = load_model(resolve_model(base), dtype, device)
+    with one_line_errors(f"the model of the adapter {adapter} cannot be loaded"):
+        lm, tokenizer = load_model(find_base(str(adapter)), dtype, device)
     if find_source(str(adapter), TOKENIZER_CONFIG) is not None:
         tokenizer = load_tokenizer(str(adapter))
-    # A weight's name is its layer's name, then ".lora_…".
-    layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
     with as_settings_error(f"the adapter {adapter}"):
-        attach_lora(lm, replace(lora, targets=layers))
+        check_fits(lm, lora, weights)
+        attach_lora(lm, lora)
     trained_weights(lm).load(weights, 0)
     return lm, tokenizer
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lagrpo.errors import one_line_errors, parse_json
-from lagrpo.model.embedded import ADAPTER_CONFIG
+from lagrpo.model.embedded import ADAPTER_CONFIG, is_adapter, resolve_model
 from lagrpo.rng import uniforms
 
 # PEFT's names of the parameters, in front of them, and of all layers.
@@ -250,3 +250,49 @@ def load_adapter_config(directory: Path) -> tuple[Lora, str]:
         )
     target_names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
     return Lora(r, alpha, target_names), base
+
+
+def load_adapter(directory: Path) -> tuple[Lora, dict[str, Tensor]]:
+    """Returns the adapters of a directory, with their layers as targets, and their weights.
+
+    Raises ValueError as `load_adapter_weights` and `load_adapter_config`.
+    """
+    weights = load_adapter_weights(directory)
+    lora, _ = load_adapter_config(directory)
+    # A weight's name is its layer's name, then ".lora_…".
+    layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
+    return replace(lora, targets=layers), weights
+
+
+def find_base(path: str) -> str:
+    """Returns what `from_pretrained` takes for the whole model of a directory of adapters.
+
+    It is `path` for everything else. Raises ValueError as `load_adapter_config`, and for adapters
+    of adapters.
+    """
+    if not is_adapter(path):
+        return path
+    base = resolve_model(load_adapter_config(Path(path))[1])
+    if is_adapter(base):
+        raise ValueError(
+            f"{path}: its model {base} is an adapter, too: merge that one with PEFT's "
+            "merge_and_unload"
+        )
+    return base
+
+
+def check_fits(lm: Any, lora: Lora, weights: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless adapters have the shapes that the layers of a model need.
+
+    The targets of `lora` are the names of the layers, and `weights` has the names in the model.
+    """
+    for name, linear in find_targets(lm, lora).items():
+        expected_shapes = {A: (lora.r, linear.in_features), B: (linear.out_features, lora.r)}
+        for part, expected in expected_shapes.items():
+            weight = weights.get(f"{name}.{part}")
+            shape = None if weight is None else tuple(weight.shape)
+            if shape != expected:
+                raise ValueError(
+                    f"{name}.{part} has shape {shape}, and the model needs {expected}: take "
+                    "adapters of this model"
+                )

@@ -16,7 +16,7 @@ from lagrpo.distributed.ranks import Ranks
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.chat import Chat
-from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import (
     check_context,
     check_files,
@@ -26,7 +26,7 @@ from lagrpo.model.loading import (
     outline_policy,
     quiet,
 )
-from lagrpo.model.lora import Lora, load_adapter_config
+from lagrpo.model.lora import Lora, find_base
 from lagrpo.model.model import Policy, fingerprint
 from lagrpo.model.stored import StoredWeights
 from lagrpo.settings.sections import ModelSettings
@@ -59,10 +59,7 @@ def build_policy(
     lora = lora_of(model, seed)
     with loading(model.path, setting):
         path = resolve_model(model.path)
-        base_path = path
-        if is_adapter(path):
-            base_path = resolve_model(load_adapter_config(Path(path))[1])
-        check_context(load_config(base_path), longest)
+        check_context(load_config(find_base(path)), longest)
         if is_sharded:
             policy = open_policy(
                 path,

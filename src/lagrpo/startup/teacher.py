@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from lagrpo.core.objective import Recipe
 from lagrpo.distributed.ranks import Ranks, add_up
 from lagrpo.distributed.torchrun import world_size
 from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.model.directory import check_weights
 from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.files import TOKENIZER_CONFIG, find_source, load_tokenizer
 from lagrpo.model.loading import (
@@ -17,9 +20,10 @@ from lagrpo.model.loading import (
     check_files,
     count_not_finite,
     load_config,
+    make_empty_model,
     raise_if_not_finite,
 )
-from lagrpo.model.lora import load_adapter_config
+from lagrpo.model.lora import check_fits, find_base, load_adapter
 from lagrpo.model.model import Policy, Weights
 from lagrpo.model.stored import StoredWeights
 from lagrpo.resume.model_files import ModelFiles, read_forward_files
@@ -32,16 +36,6 @@ from lagrpo.tasks import Task
 from lagrpo.training import fsdp
 
 SETTING = "loss.reference"
-
-
-def find_base(path: str) -> str:
-    """Returns what `from_pretrained` takes for the whole model of a directory of adapters.
-
-    It is `path` for everything else.
-    """
-    if not is_adapter(path):
-        return path
-    return resolve_model(load_adapter_config(Path(path))[1])
 
 
 def read_teacher_files(settings: Settings) -> ModelFiles:
@@ -72,9 +66,9 @@ def longest_sequence(settings: Settings, *tasks: Task) -> int:
 def check_teacher(settings: Settings, recipe: Recipe, longest: int) -> None:
     """Checks the files of the teacher, if there is one, for sequences of `longest` tokens.
 
-    Loads no weights. Raises SettingsError for a model that lagrpo does not support, for one with
-    too few positions, for another vocabulary than the policy's, and if a recipe without a reward
-    has no teacher.
+    Loads no weights but those of adapters. Raises SettingsError for a model that lagrpo does not
+    support, for one with too few positions, for missing or damaged weights, for another vocabulary
+    than the policy's, and if a recipe without a reward has no teacher.
     """
     name = settings.loss.reference
     if recipe.ignores_reward and name is None and settings.loss.reference_prompt is None:
@@ -102,6 +96,7 @@ def check_teacher(settings: Settings, recipe: Recipe, longest: int) -> None:
             tokenizer = load_tokenizer(path)
         config = load_config(base)
         check_context(config, longest)
+        check_weight_files(path, config)
     with as_settings_error(f"{SETTING} = {name!r}"):
         check_vocabulary(tokens, tokenizer.get_vocab())
         rows = config.get_text_config().vocab_size
@@ -110,6 +105,21 @@ def check_teacher(settings: Settings, recipe: Recipe, longest: int) -> None:
                 f"it has logits of {rows:,} tokens, the policy of {vocabulary:,}: use a teacher "
                 "with at least as many"
             )
+
+
+def check_weight_files(path: str, config: Any) -> None:
+    """Raises ValueError for weights that are missing or damaged, and adapters that do not fit.
+
+    `config` is that of the whole model. Weights on the hub are not checked.
+    """
+    base = find_base(path)
+    # With this entry, transformers reads another file.
+    names_other_file = getattr(config, "transformers_weights", None) is not None
+    if Path(base).is_dir() and not names_other_file:
+        check_weights(Path(base))
+    if base != path:
+        lora, weights = load_adapter(Path(path))
+        check_fits(make_empty_model(base, torch.float32), lora, weights)
 
 
 def check_vocabulary(tokens: dict[str, int], teacher_tokens: dict[str, int]) -> None:
