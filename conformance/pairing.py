@@ -146,6 +146,69 @@ def loss(
     )
 
 
+def fresh(pairing: Pairing) -> Pairing:
+    """The pairing on completions that pi has sampled: alpha and pi_k are pi."""
+
+    def sample(case: Case, logp: Tensor) -> Case:
+        return replace(case, alpha=logp.detach(), pi_k=logp.detach())
+
+    return on_cases(pairing, "on fresh samples", sample)
+
+
+def near_teacher(pairing: Pairing) -> Pairing:
+    """The pairing with log-ratios of pi and pi_ref that are a quarter of the case's."""
+
+    def approach(case: Case, logp: Tensor) -> Case:
+        return replace(case, ref=logp.detach() + (case.ref - case.logp) / 4)
+
+    return on_cases(pairing, "a teacher nearby", approach)
+
+
+def on_cases(pairing: Pairing, words: str, change: Callable[[Case, Tensor], Case]) -> Pairing:
+    """The pairing on changed cases; `words` say how they are changed."""
+
+    def changed(side: Side) -> Side:
+        return lambda case, logp: side(change(case, logp), logp)
+
+    return replace(
+        pairing,
+        function=f"{pairing.function}, {words}",
+        theirs=changed(pairing.theirs),
+        ours=changed(pairing.ours),
+    )
+
+
+def expected(case: Case, logp: Tensor, name: str) -> Tensor:
+    """The mean loss of a recipe if alpha samples from two tokens.
+
+    Each token of the case is one of the two; the other one has the rest of the probability.
+    """
+    recipe = resolve(name)
+    T = len(logp)
+    loss = logp.new_zeros(())
+    for outcome in (lambda part: part, other_token):
+        alpha = outcome(case.alpha)
+        inputs = LossInputs(
+            logp=outcome(logp),
+            rollout_logp=alpha,
+            old_logp=outcome(case.pi_k),
+            ref_logp=outcome(case.ref),
+            completion=torch.arange(T),
+            advantages=torch.zeros_like(alpha),
+            group=torch.arange(T),
+            staleness=case.staleness,
+            entropy=case.entropy,
+            finished=torch.ones(T, dtype=torch.bool),
+        )
+        loss = loss + recipe.loss(inputs, alpha.exp() / T)
+    return loss
+
+
+def other_token(logp: Tensor) -> Tensor:
+    """The log-prob of all other tokens together."""
+    return torch.log1p(-logp.exp())
+
+
 def _name_knobs(knobs: Mapping[str, Knob]) -> str:
     return ", ".join(f"{knob} = {value!r}" for knob, value in knobs.items())
 

@@ -3,6 +3,7 @@
 from with_areal import AREAL_PAIRINGS
 from with_rlax import RLAX_PAIRINGS
 from with_skyrl import SKYRL_PAIRINGS
+from with_slime import SLIME_PAIRINGS
 from with_trinity import TRINITY_PAIRINGS
 from with_trl import TRL_PAIRINGS
 from with_verl import VERL_PAIRINGS
@@ -14,4 +15,5 @@ PAIRINGS = [
     *SKYRL_PAIRINGS,
     *AREAL_PAIRINGS,
     *RLAX_PAIRINGS,
+    *SLIME_PAIRINGS,
 ]

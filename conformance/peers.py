@@ -16,6 +16,7 @@ from typing import cast
 import numpy as np
 import torch
 from cases import LONGEST, MAX_LENGTH, Case, G
+from pairing import other_token
 from torch import Tensor
 
 
@@ -151,6 +152,43 @@ def trl_scored(case: Case, **options: object) -> dict[str, Tensor]:
     return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * case.C)
 
 
+def trl_iw_opd(
+    case: Case, logp: Tensor, _advantages: Tensor, *, gamma: float, recorded: bool = True
+) -> Tensor:
+    """`IWOPDTrainer._compute_iw_opd_loss`; without `recorded` log-probs, they are those of pi."""
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    trainer = SimpleNamespace(
+        temperature=1.0,
+        iw_opd_gamma=gamma,
+        iw_opd_epsilon=1e-8,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+    )
+    first_token = torch.zeros(case.mask.shape, dtype=torch.long)
+    return IWOPDTrainer._compute_iw_opd_loss(
+        trainer,
+        student_logits=torch.stack([case.padded(logp), case.padded(other_token(logp))], dim=-1),
+        completion_tokens=first_token,
+        labels=first_token.masked_fill(case.mask == 0, -100),
+        teacher_actual_logprobs=case.padded(case.ref),
+        rollout_logprobs=case.padded(case.alpha) if recorded else None,
+    )
+
+
+def trl_divergence(case: Case, logp: Tensor, beta: float) -> Tensor:
+    """The loss of `DistillationTrainer` over a vocabulary of two tokens, a mean over tokens."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    def logits(first: Tensor) -> Tensor:
+        return torch.stack([first, other_token(first)], dim=-1).unsqueeze(0)
+
+    # With this head the hidden states are the logits.
+    head = torch.eye(2, dtype=torch.float64)
+    mask = torch.ones(1, len(logp), dtype=torch.long)
+    return _chunked_divergence_loss(logits(logp), logits(case.ref), head, head, mask, beta)[0]
+
+
 def _one_process() -> SimpleNamespace:
     """An accelerator of a single process."""
     return SimpleNamespace(
@@ -222,6 +260,63 @@ def verl(
         config,
         weights,
     )[0]
+
+
+def verl_distillation(
+    case: Case,
+    logp: Tensor,
+    advantages: Tensor,
+    mode: str,
+    *,
+    aggregation: str = "token-mean",
+    as_reward: bool = True,
+    task_rewards: bool = False,
+) -> Tensor:
+    """verl's `distillation_ppo_loss`, with alpha's log-probs as the old ones.
+
+    `mode` is its KL estimator, which is a reward or, without `as_reward`, the loss itself.
+    """
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.utils.tensordict_utils import get_tensordict
+    from verl.workers.config import ActorConfig, DistillationConfig, DistillationLossConfig
+
+    sizes = case.lengths.tolist()
+
+    def nested(values: Tensor, *, has_prompt: bool = False) -> Tensor:
+        # A model's output has a row for the prompt's only token, which predicts the first token.
+        end = values.new_zeros(int(has_prompt))
+        parts = [torch.cat([part, end]) for part in values.split(sizes)]
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    zeros = torch.zeros(len(logp), dtype=torch.long)
+    batch = {
+        "prompts": torch.nested.as_nested_tensor([zeros[:1]] * case.C, layout=torch.jagged),
+        "responses": nested(zeros),
+        "response_mask": nested(torch.ones_like(zeros)),
+        "old_log_probs": nested(case.alpha),
+        "advantages": nested(advantages[case.completion]),
+        "teacher_logprobs": nested(case.ref, has_prompt=True),
+    }
+    sizes_of_step = {"dp_size": 1, "batch_num_tokens": len(logp), "global_batch_size": case.C}
+    loss_settings = DistillationLossConfig(
+        loss_mode=mode,
+        use_policy_gradient=as_reward,
+        use_task_rewards=task_rewards,
+        loss_max_clamp=None,
+    )
+    # What switches off the second clip is not among the settings of this loss.
+    object.__setattr__(loss_settings, "clip_ratio_c", 1e9)
+    actor = ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        loss_agg_mode=aggregation,
+        clip_ratio_c=1e9,
+    )
+    settings = DistillationConfig(distillation_loss=loss_settings)
+    output = {"log_probs": nested(logp, has_prompt=True)}
+    rows = get_tensordict(batch, non_tensor_dict=sizes_of_step)
+    return distillation_ppo_loss(actor, settings, output, rows)[0]
 
 
 def verl_weights(case: Case, level: str, threshold: str | float) -> Tensor:
@@ -315,7 +410,7 @@ def trinity(
     old: str = "alpha",
     **options: object,
 ) -> Tensor:
-    """A policy loss of Trinity-RFT."""
+    """A policy loss of Trinity-RFT. Advantages are [C] or [C, LONGEST]."""
     policy_loss = getattr(import_module(f"trinity.algorithm.policy_loss_fn.{module}"), name)
     loss = policy_loss(**options)
     # The metaclass wraps __call__ to rename arguments for verl's batches. The function that it
@@ -330,8 +425,27 @@ def trinity(
         logprob=case.padded(logp),
         old_logprob=case.padded(getattr(case, old)),
         action_mask=case.mask,
-        advantages=case.spread(advantages),
+        advantages=advantages if advantages.dim() == 2 else case.spread(advantages),
     )[0]
+
+
+def trinity_distillation(case: Case, logp: Tensor, _advantages: Tensor) -> Tensor:
+    """The loss of Trinity-RFT's algorithm on_policy_distill, with its advantages of tokens."""
+    from trinity.algorithm.advantage_fn.on_policy_distill_advantage import OnPolicyDistillAdvantage
+
+    batch = {
+        "old_log_probs": case.padded(case.alpha),
+        "teacher_logprobs": case.padded(case.ref),
+        "response_mask": case.mask,
+    }
+    scored, _ = OnPolicyDistillAdvantage()(SimpleNamespace(batch=batch))
+    return trinity(
+        case,
+        logp,
+        scored.batch["advantages"],
+        "importance_sampling_policy_loss",
+        "ImportanceSamplingLossFn",
+    )
 
 
 def trinity_kl(

@@ -23,12 +23,14 @@ def actor_loss(
     old: str = "alpha",
     proximal: str | None = None,
     correction: dict[str, str | float] | None = None,
+    rewards_weight: float | None = None,
     **options: object,
 ) -> Tensor:
     """The actor's loss on flat tokens.
 
     `proximal` is the policy to clip around; if None, AReaL approximates it from the versions of the
-    tokens. `correction` has the settings of the weight proximal/old.
+    tokens. `correction` has the settings of the weight proximal/old. `rewards_weight` is that of
+    the rewards beside a teacher, whose weight is 1.
     """
     from areal.api.cli_args import RejectionSamplingConfig
     from areal.trainer.ppo import actor
@@ -41,6 +43,10 @@ def actor_loss(
         # The version that sampled each token.
         "versions": VERSION - case.staleness,
     }
+    if rewards_weight is not None:
+        data["teacher_logp"] = case.ref
+        data["rl_loss_weight"] = rewards_weight
+        data["distill_loss_weight"] = 1.0
     return actor.grpo_loss_fn(
         logp,
         case.entropy,
@@ -163,6 +169,20 @@ AREAL_PAIRINGS = [
         reduction="token_mean",
         same="gradient",
         differs="by value alone: theirs is f(rho) A, ours has the derivative of f as a weight",
+    ),
+    areal(
+        "opd_recomputed",
+        ", teacher_logp, rl_loss_weight 0",
+        peer_settings={"proximal": "alpha", "rewards_weight": 0.0},
+    ),
+    areal(
+        "grpo_opd",
+        ", teacher_logp, rl_loss_weight 1",
+        peer_settings={"proximal": "alpha", "rewards_weight": 1.0},
+        reduction="token_mean",
+        same="neither",
+        differs="AReaL adds log pi - log pi_T to the loss: its gradient is the same for every "
+        "teacher, and 0 on average over samples of pi. Ours takes it as a reward",
     ),
     preferred("online_dpo", "sigmoid"),
     preferred(

@@ -234,4 +234,10 @@ TRINITY_PAIRINGS = [
         "rises; the gradient of SAPO (arXiv 2511.20347) has its derivative, 1 at rho = 1: ours "
         "follows it, as do TRL, verl, SkyRL and AReaL",
     ),
+    loss(
+        "Trinity-RFT",
+        f"{TRINITY} `ImportanceSamplingLossFn` x `OnPolicyDistillAdvantage`",
+        "opd_stale",
+        peers.trinity_distillation,
+    ),
 ]

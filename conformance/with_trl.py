@@ -9,9 +9,10 @@ from typing import Any
 import peers
 import torch
 from cases import Case
-from pairing import NO_BETA, WIDE, Pairing, advantage, loss
+from pairing import NO_BETA, WIDE, Pairing, advantage, expected, fresh, loss
 from torch import Tensor
 
+IW_OPD = "`trl.experimental.iw_opd` `IWOPDTrainer._compute_iw_opd_loss`"
 TRL = "`trl.trainer.grpo_trainer` `GRPOTrainer._compute_loss`"
 
 
@@ -30,6 +31,19 @@ def scaled(recipe: str, scale_rewards: str) -> Pairing:
         f"{function}, scale_rewards {scale_rewards!r}",
         recipe,
         lambda case: peers.trl_scored(case, scale_rewards=scale_rewards)["advantages"],
+    )
+
+
+def divergence(recipe: str, beta: float, **verdict: Any) -> Pairing:
+    """The divergence of whole distributions beside the mean of a recipe over samples of alpha."""
+    return Pairing(
+        peer="TRL",
+        function=f"`trl.trainer.distillation_trainer` `DistillationTrainer`, beta {beta:g}, "
+        "two tokens",
+        ours_is=f"`{recipe}`, its mean over samples of α",
+        theirs=partial(peers.trl_divergence, beta=beta),
+        ours=partial(expected, name=recipe),
+        **verdict,
     )
 
 
@@ -171,6 +185,23 @@ TRL_PAIRINGS = [
         differs="TRL's mean over tokens leaves out truncated completions, its mean over "
         "completions counts them; what a filter of ours drops stays in every normalizer. The "
         "losses differ by that factor alone",
+    ),
+    loss("TRL", IW_OPD, "iw_opd", peers.trl_iw_opd, peer_settings={"gamma": 0.5}),
+    fresh(
+        loss(
+            "TRL",
+            f"{IW_OPD}, gamma 0",
+            "opd",
+            peers.trl_iw_opd,
+            peer_settings={"gamma": 0.0, "recorded": False},
+        )
+    ),
+    divergence("opd_recomputed", 1.0),
+    divergence(
+        "opd_forward",
+        0.0,
+        same="gradient",
+        differs="by value alone: theirs is the forward KL, ours has its gradient",
     ),
     scaled("grpo_trl", "group"),
     scaled("dr_grpo", "none"),

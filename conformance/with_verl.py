@@ -7,11 +7,14 @@ from typing import Any, TypedDict, Unpack
 
 import peers
 from cases import GROUPS, MAX_LENGTH, Case, G
-from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
+from pairing import NO_BETA, WIDE, Pairing, advantage, fresh, kl, loss, near_teacher
 from torch import Tensor
 
 VERL = "`verl.trainer.ppo.core_algos`"
 C = G * GROUPS
+SUPERVISED = ", use_policy_gradient False"
+WITH_TASK = ", use_task_rewards, seq-mean-token-mean"
+TASK_REWARDS = {"aggregation": "seq-mean-token-mean", "task_rewards": True}
 
 
 def verl(
@@ -41,6 +44,19 @@ def weights_of_kept(metric: str, threshold: str) -> dict[str, object]:
         return ratios * peers.verl_rejected(case, metric, threshold)
 
     return {"old": "pi_k", "weights": weights}
+
+
+def distillation(recipe: str, mode: str, *, options: str = "", **loss_arguments: Any) -> Pairing:
+    """The distillation loss with a KL estimator beside a recipe."""
+    settings = {"mode": mode, **loss_arguments.pop("peer_settings", {})}
+    return loss(
+        "verl",
+        f"`verl.trainer.distillation.losses` `distillation_ppo_loss`, {mode!r}{options}",
+        recipe,
+        peers.verl_distillation,
+        peer_settings=settings,
+        **loss_arguments,
+    )
 
 
 class TrustRegion(TypedDict, total=False):
@@ -312,5 +328,55 @@ VERL_PAIRINGS += [
         f"{VERL} `compute_reinforce_plus_plus_baseline_outcome_advantage`",
         "reinforce_pp_baseline",
         lambda case: peers.verl_advantage(case, "reinforce_plus_plus_baseline"),
+    ),
+    fresh(
+        distillation(
+            "opd",
+            "k1",
+            same="gradient",
+            differs="by value alone: theirs is rho d, ours d logp",
+        )
+    ),
+    distillation("opd_recomputed", "k1", surrogate="clipped", note="old = alpha, under its clip"),
+    near_teacher(
+        fresh(
+            distillation(
+                "opd_forward",
+                "k3",
+                options=SUPERVISED,
+                peer_settings={"as_reward": False},
+                same="gradient",
+                differs="by value alone: theirs is k3, which ends at 10 nats, ours has its "
+                "derivative as an advantage",
+            )
+        )
+    ),
+    near_teacher(
+        distillation(
+            "opd_forward",
+            "k3",
+            options=SUPERVISED,
+            peer_settings={"as_reward": False},
+            same="neither",
+            differs="verl does not weight k3 by pi/alpha: its gradient is that of the forward KL "
+            "on fresh samples alone. Ours has the weight",
+        )
+    ),
+    fresh(
+        distillation(
+            "grpo_opd",
+            "k1",
+            options=WITH_TASK,
+            peer_settings=TASK_REWARDS,
+        )
+    ),
+    distillation(
+        "grpo_opd",
+        "k1",
+        options=WITH_TASK,
+        peer_settings=TASK_REWARDS,
+        same="neither",
+        differs="verl clips the reward's loss and the teacher's each by its own sign; ours, as "
+        "slime's, clips their sum",
     ),
 ]
