@@ -24,6 +24,7 @@ PACKAGES = (
     "hydra",
     "loguru",
     "omegaconf",
+    "PIL",
     "orjson",
     "ray",
     "skyrl_gym",
