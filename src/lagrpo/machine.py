@@ -35,6 +35,13 @@ TORCHRUN = re.compile(
 """Variables by which torchrun tells a process its place among the others."""
 
 
+MEMORY_LIMITS = {
+    "memory.max": "memory.current",
+    "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes",
+}
+"""Files of a control group, version 2 and version 1: the limit of its memory, and its usage."""
+
+
 VLLM_PYTHON = ".venv-vllm/bin/python"
 """The Python that has vLLM, unless $LAGRPO_VLLM_PYTHON names another one."""
 
@@ -158,13 +165,36 @@ def visible_gpus() -> list[str] | None:
 def memory_limit(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the bytes of memory that this machine has, or that the container allows if fewer."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2, version 1
-        file = groups / name
+    for name in MEMORY_LIMITS:
         # Without a limit, version 2 says "max", and version 1 a number beyond all memory.
-        text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-        if text.isdigit():
-            limits.append(int(text))
+        limit = _read_number(groups / name)
+        if limit is not None:
+            limits.append(limit)
     return min(limits)
+
+
+def available_memory(
+    groups: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")
+) -> int | None:
+    """Returns the bytes that processes can still get, by the system and by the container's limit.
+
+    Copies of files that the system keeps in memory count as available. None if the system has no
+    /proc.
+    """
+    if not meminfo.is_file():
+        return None
+    available = [1024 * _read_table(meminfo)["MemAvailable"]]
+    for limit_name, usage_name in MEMORY_LIMITS.items():
+        limit = _read_number(groups / limit_name)
+        usage = _read_number(groups / usage_name)
+        if limit is None or usage is None:
+            continue
+        statistics = _read_table((groups / usage_name).with_name("memory.stat"))
+        for name in ("inactive_file", "active_file"):
+            # In version 1 the sums over all groups inside have the prefix.
+            usage -= statistics.get(f"total_{name}", statistics.get(name, 0))
+        available.append(limit - usage)
+    return min(available)
 
 
 def process_peak() -> int | None:
@@ -172,14 +202,33 @@ def process_peak() -> int | None:
 
     These are resident pages, also of mapped files.
     """
+    return _read_status("VmHWM")
+
+
+def process_memory() -> int | None:
+    """Returns the bytes of memory that this process has, counted as in `process_peak`."""
+    return _read_status("VmRSS")
+
+
+def _read_status(name: str) -> int | None:
     status = Path("/proc/self/status")
-    if not status.is_file():
-        return None
-    for line in status.read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmHWM":
-            return 1024 * int(value.split()[0])
-    return None
+    return 1024 * _read_table(status)[name] if status.is_file() else None
+
+
+def _read_table(file: Path) -> dict[str, int]:
+    """Returns the numbers of a file with a name and a number per line; the lines may have units."""
+    numbers: dict[str, int] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        name, *values = line.replace(":", " ").split()
+        if values and values[0].isdigit():
+            numbers[name] = int(values[0])
+    return numbers
+
+
+def _read_number(file: Path) -> int | None:
+    """Returns the number in a file; None without the file, and for something else in it."""
+    text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None
 
 
 def read_quota(groups: Path = Path("/sys/fs/cgroup")) -> float | None:

@@ -24,7 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -57,8 +57,8 @@ T = TypeVar("T")
 class Ranks:
     """This process among the others: rank `rank` of `size`.
 
-    `group` carries tensors (NCCL on GPUs), `objects` Python objects. `mesh` is the ranks as FSDP2
-    shards layers over them, None for whole layers.
+    `group` carries tensors (NCCL on GPUs), `objects` Python objects, and `background` objects of a
+    thread. `mesh` is the ranks as FSDP2 shards layers over them, None for whole layers.
     """
 
     rank: int = 0
@@ -66,10 +66,15 @@ class Ranks:
     group: Any = None
     objects: Any = None
     mesh: DeviceMesh | None = None
+    background: Any = None
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def in_background(self) -> Ranks:
+        """Returns the ranks for a thread, which gathers objects while the run does so, too."""
+        return replace(self, objects=self.background)
 
     def share(self, items: Sequence[T]) -> list[T]:
         """Returns every size-th item, beginning with the item number `rank`."""
@@ -124,6 +129,23 @@ class Ranks:
         if error is not None:
             raise error
         return result
+
+    def on_every_rank(self, call: Callable[[], T]) -> list[T]:
+        """Makes the call on every rank, and returns all results, in the order of the ranks.
+
+        If the call fails on some, raises the first error on every rank. Collective.
+        """
+        outcome: tuple[Any, Exception | None]
+        try:
+            outcome = (call(), None)
+        except Exception as error:  # noqa: BLE001 - all ranks raise it
+            outcome = (None, error)
+        results: list[Any] = []
+        for result, error in self.gather(outcome):
+            if error is not None:
+                raise error
+            results.append(result)
+        return results
 
     def gather_whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns copies of the weights in the memory of rank 0's host, and nothing on the others.
@@ -187,10 +209,11 @@ def joined(device: str, *, shard_layers: bool, timeout: float) -> Generator[Rank
     )
     group = dist.group.WORLD
     objects = dist.new_group(backend="gloo", timeout=time_limit)
+    background = dist.new_group(backend="gloo", timeout=time_limit)
     assert group is not None
     mesh = make_mesh(group, device) if shard_layers else None
     try:
-        yield Ranks(rank, size, group, objects, mesh)
+        yield Ranks(rank, size, group, objects, mesh, background)
     finally:
         watch.end()
     # Not after an error: the others would fail before it is reported.

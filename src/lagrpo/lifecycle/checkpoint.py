@@ -1,7 +1,8 @@
 """Checkpoints: what a run needs to resume after a batch, to the bit, is written and restored here.
 
-resume/checkpoint_files.py has the files of a checkpoint, and finds damage to them. Random numbers
-are keyed: unfinished completions are sampled again, token for token.
+writer.py writes them while the run goes on. resume/checkpoint_files.py has the files of a checkpoint,
+and finds damage to them. Random numbers are keyed: unfinished completions are sampled again, token
+for token.
 """
 
 # Some functions of safetensors have no types.
@@ -12,7 +13,8 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch as safetensors
@@ -41,7 +43,7 @@ from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.training.master_weights import MergedState
+from lagrpo.training.master_weights import MergedState, to_host
 from lagrpo.training.sampling import Sampling
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind
@@ -53,8 +55,44 @@ SYNCED = "synced/"
 # Writing
 
 
-def save_checkpoint(
-    folder: Path,
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """A checkpoint of the run after `batch`, as this rank has it before it is on disk.
+
+    - `trainer_state`: the trainer's own memory, which the next update changes
+    - `whole_weights`: copies of the weights of other versions than the policy's, on rank 0
+    - `rows`: the completions that wait for their batch
+    - `run_state`: state.json without the digests
+    """
+
+    batch: int
+    trainer_state: Mapping[str, Tensor]
+    whole_weights: Mapping[int, Mapping[str, Tensor]]
+    rows: Sequence[JsonView]
+    run_state: JsonView
+
+    def copy(self) -> NewCheckpoint:
+        """Returns the checkpoint with a copy of the trainer's state in the host's memory."""
+        copies = {name: to_host(part, part.device) for name, part in self.trainer_state.items()}
+        return replace(self, trainer_state=copies)
+
+    def write(self, folder: Path, ranks: Ranks) -> None:
+        """Writes the checkpoint into the run's folder. Collective. Raises CheckpointError."""
+        _write(folder / f"step-{self.batch:06d}", ranks, self.trainer_state, self._fill)
+
+    def _fill(self, directory: Path, digests: dict[str, FileDigest]) -> None:
+        """Writes everything but the trainer's state, whose files have these digests."""
+        for version, tensors in self.whole_weights.items():
+            file = directory / weights_file(version)
+            _save_tensors(tensors, file)
+            digests[file.name] = digest_file(file)
+        if self.rows:
+            file = files.write_table(directory / ROLLOUTS, self.rows, rollout_schema())
+            digests[file.name] = digest_file(file)
+        write_state(directory, self.run_state, digests)
+
+
+def collect_checkpoint(
     sampling: Sampling,
     trainer: Trainer,
     inputs: Inputs,
@@ -62,12 +100,11 @@ def save_checkpoint(
     synced: Sequence[Tensor],
     *,
     finish: bool = True,
-) -> None:
-    """Writes a checkpoint of the run after a batch.
+) -> NewCheckpoint:
+    """Collects what a checkpoint of the run after a batch has.
 
     `loop` and `synced` are the loop's state and `sampling.synced` after that batch. With `finish`
-    the engine completes its requests first, as `Sampling.finish` says. Collective. Raises
-    CheckpointError.
+    the engine completes its requests first, as `Sampling.finish` says. Collective.
     """
     ranks = trainer.ranks
     policy_version = trainer.policy.version
@@ -116,18 +153,7 @@ def save_checkpoint(
         "teacher_files": inputs.teacher_files,
     }
 
-    def fill(directory: Path, digests: dict[str, FileDigest]) -> None:
-        """Writes everything but the trainer's state, whose files have these digests."""
-        for version, tensors in whole_weights.items():
-            file = directory / weights_file(version)
-            _save_tensors(tensors, file)
-            digests[file.name] = digest_file(file)
-        if rows:
-            file = files.write_table(directory / ROLLOUTS, rows, rollout_schema())
-            digests[file.name] = digest_file(file)
-        write_state(directory, run_state, digests)
-
-    _write(folder / f"step-{loop.batch:06d}", ranks, trainer_state, fill)
+    return NewCheckpoint(loop.batch, trainer_state, whole_weights, rows, run_state)
 
 
 def _rows_of_groups(
@@ -166,17 +192,20 @@ def _write(
     # All ranks know this name. It has the form that `files.remove_leftovers` removes.
     scratch = path.with_name(f".{path.name}.0-00000000.tmp")
     own_file = scratch / trainer_file(ranks.rank, ranks.size)
-    try:
+
+    def write_part() -> tuple[str, FileDigest]:
         scratch.mkdir(parents=True, exist_ok=True)
         _save_tensors(trainer_state, own_file)
-        digests = dict(ranks.gather((own_file.name, digest_file(own_file))))
+        return own_file.name, digest_file(own_file)
 
-        def publish() -> None:
-            check_parts(scratch, digests)
-            fill(scratch, digests)
-            files.write_directory_atomically(path, scratch.replace)
+    def publish(digests: dict[str, FileDigest]) -> None:
+        check_parts(scratch, digests)
+        fill(scratch, digests)
+        files.write_directory_atomically(path, scratch.replace)
 
-        ranks.on_rank0(publish)
+    try:
+        digests = dict(ranks.on_every_rank(write_part))
+        ranks.on_rank0(partial(publish, digests))
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(

@@ -17,10 +17,11 @@ import torch
 from lagrpo import logs
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, drop_closed_terminal
 from lagrpo.lifecycle.callbacks import Callback, FaultWatch, Status, Trackers
-from lagrpo.lifecycle.checkpoint import restore_checkpoint, save_checkpoint
+from lagrpo.lifecycle.checkpoint import collect_checkpoint, restore_checkpoint
 from lagrpo.lifecycle.evaluation import Evaluations
 from lagrpo.lifecycle.recording import Recorder
 from lagrpo.lifecycle.resuming import ResumeState, describe_environment, resume_command, resume_run
+from lagrpo.lifecycle.writer import CheckpointWriter
 from lagrpo.model.loading import quiet
 from lagrpo.resume.checkpoint_files import prune_checkpoints
 from lagrpo.rewards.reward import Rewards
@@ -102,6 +103,9 @@ class Training:
         )
 
         self.checkpoint_folder = self.store.path / "checkpoints"
+        # The newest one stays until the run ends, whatever the limit: it may have to resume.
+        limit = max(1, self.settings.checkpoint.save_total_limit)
+        self.writer = CheckpointWriter(self.checkpoint_folder, limit, self.ranks)
         self.saved_batch = 0  # of the newest checkpoint
         self.saved_at = time.monotonic()
         stop_at = self.settings.schedule.stop_at
@@ -171,6 +175,7 @@ class Training:
                 self.rescue(error, was_asked=False)
                 raise
             finally:
+                self.writer.abandon()
                 self.end(status, interrupted)
         return Result(
             run=self.store.path,
@@ -255,8 +260,13 @@ class Training:
             for step in steps:
                 self.record(step)
                 self.evaluate()
-                if self.ranks.on_rank0(self.checkpoint_is_due):
-                    self.write_checkpoint()
+                has_ended, is_due = self.ranks.on_rank0(
+                    lambda: (self.writer.has_ended(), self.checkpoint_is_due())
+                )
+                if has_ended:
+                    self.finish_checkpoint()
+                if is_due:
+                    self.write_checkpoint(in_background=True)
                 if self.has_reached_goal():
                     break
         self.write_checkpoint()
@@ -318,18 +328,18 @@ class Training:
             return True
         return settings.save_every > 0 and self.loop.batch % settings.save_every == 0
 
-    def write_checkpoint(self, *, finish: bool = True) -> None:
+    def write_checkpoint(self, *, finish: bool = True, in_background: bool = False) -> None:
         """Writes a checkpoint of this batch, unless there is one, and removes older ones.
 
-        `finish` as for `save_checkpoint`. Collective.
+        It is on disk afterward, or with `in_background` after `finish_checkpoint`. `finish` as for
+        `collect_checkpoint`. Collective.
         """
-        batch = self.loop.batch
-        if batch == self.saved_batch:
+        self.finish_checkpoint()
+        if self.loop.batch == self.saved_batch:
             return
         self.recorder.announce("checkpoint")
-        started = time.monotonic()
-        save_checkpoint(
-            self.checkpoint_folder,
+        started_at = time.monotonic()
+        checkpoint = collect_checkpoint(
             self.sampling,
             self.trainer,
             self.built.inputs,
@@ -337,13 +347,20 @@ class Training:
             self.synced,
             finish=finish,
         )
-        self.saved_batch = batch
+        goes_on = self.writer.begin(checkpoint, started_at, in_background=in_background)
         self.saved_at = time.monotonic()
-        if self.ranks.is_first:
-            # The newest one stays until the run ends, whatever the limit: it may have to resume.
-            limit = max(1, self.settings.checkpoint.save_total_limit)
-            prune_checkpoints(self.checkpoint_folder, limit)
-        self.recorder.record_event("checkpoint", batch, seconds=self.saved_at - started)
+        if not goes_on:
+            self.finish_checkpoint()
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the checkpoint that was begun is on disk, if there is one, and records it."""
+        written = self.writer.wait()
+        if written is not None:
+            self.saved_batch = written.batch
+            self.saved_at = time.monotonic()
+            self.recorder.record_event(
+                "checkpoint", written.batch, seconds=written.seconds, paused=written.paused
+            )
 
     def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
         """Writes π as it is now. `record` gets a function that fills a directory. Collective."""
@@ -379,8 +396,8 @@ class Training:
         """Saves what it can after a signal (`was_asked`) or an error, and notes on the error where.
 
         Writes a checkpoint if no update was made since the last batch, and weights, whose path it
-        returns. After an error several ranks save nothing: the error may be on one of them only,
-        and saving is collective.
+        returns. After an error several ranks begin to save nothing: the error may be on one of them
+        only, and saving is collective.
         """
         if not self.is_started:
             error.add_note(f"The run is unchanged: {self.store.path}")
@@ -400,6 +417,7 @@ class Training:
             )
         weights = None
         try:
+            self.finish_checkpoint()
             if was_asked or self.ranks.size == 1:
                 # An update since the last batch cannot be undone: then the policy belongs to no
                 # state of the loop.

@@ -205,6 +205,10 @@ def expected_memory(
     if not computation.on_gpu:
         terms.append(Term("freed, kept for reuse", int(FREED_SHARE * peak(terms)), ""))
         terms.append(Term("Python and libraries", program_size(computation), ""))
+        copy = Term("copy for a checkpoint", _checkpoint(sizes, settings, recipe, computation), "")
+        # If memory is short, the run waits for checkpoints, and makes no copy.
+        if computation.memory is None or peak([*terms, copy]) <= computation.memory:
+            terms.append(copy)
     return [term for term in terms if term.size > 0]
 
 
@@ -349,6 +353,23 @@ def _bytes_beside_weight(computation: Computation) -> int:
     if computation.itemsize < 4 and not computation.on_gpu:
         return 4
     return 4 - computation.itemsize
+
+
+def _checkpoint(
+    sizes: ModelSizes, settings: Settings, recipe: Recipe, computation: Computation
+) -> int:
+    """The bytes that a thread writes while the run goes on; 0 if all checkpoints end a run."""
+    if not (settings.checkpoint.save_minutes or settings.checkpoint.save_every):
+        return 0
+    schedule = settings.schedule
+    state = 12 * sizes.trained // computation.ranks  # masters and moments
+    if settings.optimizer.log_gradient_cosine:
+        state += 4 * sizes.trained // computation.ranks
+    # On the first rank, whole.
+    other_versions = int(not (schedule.is_on_policy or schedule.continues_completions))
+    if recipe.needs_pi_ref and settings.loss.reference is None:
+        other_versions += 1
+    return state + other_versions * computation.itemsize * sizes.trained
 
 
 # Learning
