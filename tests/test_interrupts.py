@@ -122,7 +122,16 @@ def test_signal_of_a_closed_terminal_lets_the_process_print_on():
         os.close(descriptor)
 
 
-def test_stopped_run_writes_its_checkpoint_before_its_weights():
+@pytest.mark.parametrize(
+    ("was_asked", "expected"),
+    [
+        pytest.param(
+            True, ["thread", "checkpoint, finish=False", "weights"], id="stopped by a signal"
+        ),
+        pytest.param(False, ["thread"], id="error of one of two ranks"),
+    ],
+)
+def test_ended_run_waits_for_the_thread_and_saves_its_weights_last(was_asked, expected):
     """Weights are left out if the time is over, and a run resumes without them."""
     written = list[str]()
     run = SimpleNamespace(
@@ -134,10 +143,11 @@ def test_stopped_run_writes_its_checkpoint_before_its_weights():
         loop=SimpleNamespace(batch=1),
         policy=SimpleNamespace(version=1),
         version=1,
+        finish_checkpoint=lambda: written.append("thread"),
         write_checkpoint=lambda *, finish: written.append(f"checkpoint, finish={finish}"),
         record_final=None,
         write_weights=lambda record: written.append("weights"),
         resume_command=lambda: "To resume: …",
     )
-    Training.rescue(cast(Training, run), Interrupted(signal.SIGTERM), was_asked=True)
-    assert written == ["checkpoint, finish=False", "weights"]
+    Training.rescue(cast(Training, run), Interrupted(signal.SIGTERM), was_asked=was_asked)
+    assert written == expected

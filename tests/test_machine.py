@@ -112,6 +112,44 @@ def test_memory_is_limited_by_the_container(tmp_path, file, content, is_limited)
     assert (machine.memory_limit(tmp_path) == 4096) == is_limited
 
 
+VERSION_2 = {"memory.max": "4096", "memory.current": "3000"}
+VERSION_1 = {"memory/memory.limit_in_bytes": "4096", "memory/memory.usage_in_bytes": "3000"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param({}, 2048, id="no control groups"),
+        pytest.param(
+            VERSION_2 | {"memory.stat": "anon 2000\ninactive_file 100\nactive_file 50"},
+            4096 - 3000 + 150,
+            id="version 2, whose files can go",
+        ),
+        pytest.param(
+            VERSION_2 | {"memory.max": "max", "memory.stat": ""}, 2048, id="version 2, no limit"
+        ),
+        pytest.param(
+            VERSION_1
+            | {
+                "memory/memory.stat": "inactive_file 1\nactive_file 1\n"
+                "total_inactive_file 100\ntotal_active_file 50"
+            },
+            4096 - 3000 + 150,
+            id="version 1, with the groups inside",
+        ),
+    ],
+)
+def test_available_memory_is_what_system_and_container_allow(tmp_path, files, expected):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       2 kB\n", encoding="utf-8")
+    for name, content in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content + "\n", encoding="utf-8")
+    assert machine.available_memory(tmp_path, meminfo) == expected
+    assert machine.available_memory(tmp_path, tmp_path / "none") is None
+
+
 # Runs
 
 

@@ -3,6 +3,7 @@ the others."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.distributed import (
     HashStore,  # pyright: ignore[reportPrivateImportUsage]
     ProcessGroup,
+    new_group,
 )
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -329,11 +331,20 @@ def test_ranks_must_see_the_same_directory(tmp_path, names, error):
     assert list(tmp_path.glob("*/.*")) == []
 
 
-def write_part(group: ProcessGroup, directories: list[Path]) -> str:
-    """Writes a checkpoint with one part per rank. Returns the error of this rank; "" without."""
+def write_part(group: ProcessGroup, directories: list[Path], full_rank: int | None = None) -> str:
+    """Writes a checkpoint with one part per rank. Returns the error of this rank; "" without.
+
+    The disk of `full_rank` is full.
+    """
     path = directories[group.rank()] / "step-000001"
     ranks_of_group = Ranks(group.rank(), 2, group, group)
-    with patch.object(shared, "VISIBLE_WITHIN", 0.0):
+    save = checkpoint._save_tensors
+    if group.rank() == full_rank:
+        save = Mock(side_effect=OSError(errno.ENOSPC, "No space"))
+    with (
+        patch.object(shared, "VISIBLE_WITHIN", 0.0),
+        patch.object(checkpoint, "_save_tensors", save),
+    ):
         try:
             checkpoint._write(path, ranks_of_group, {"x": torch.ones(3)}, lambda *_: None)
         except CheckpointError as error:
@@ -347,7 +358,28 @@ def test_checkpoint_is_written_if_all_its_parts_are_there(tmp_path):
     assert len(list(tmp_path.glob("a/step-000001/*"))) == 2
     for error in run_on_ranks(write_part, [tmp_path / "c", tmp_path / "b"], size=2):
         assert "1 of 2 parts" in error
+    for error in run_on_ranks(write_part, [tmp_path / "c"] * 2, 1, size=2):
+        assert "step-000001 could not be written" in error
+        assert "No space" in error
     assert [*tmp_path.glob("[bc]/*"), *tmp_path.glob("[bc]/.*")] == []
+
+
+def gather_in_two_threads(group: ProcessGroup) -> tuple[list[int], list[int]]:
+    """What a thread has gathered while the main thread gathers, and what the main thread has."""
+    background = new_group(backend="gloo")
+    ranks_of_group = Ranks(group.rank(), 2, group, group, background=background)
+    of_thread = ranks.call_in_thread(
+        lambda: [sum(ranks_of_group.in_background().gather(number)) for number in range(200)]
+    )
+    of_main = [sum(ranks_of_group.gather(-number)) for number in range(200)]
+    return of_thread.result(), of_main
+
+
+def test_thread_gathers_while_the_run_gathers():
+    expected = [2 * number for number in range(200)]
+    for of_thread, of_main in run_on_ranks(gather_in_two_threads, size=2):
+        assert of_thread == expected
+        assert of_main == [-number for number in expected]
 
 
 def test_collective_that_timed_out_names_the_setting(monkeypatch):

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from lagrpo.lifecycle.resuming import ResumeState
 from lagrpo.lifecycle.run import Result
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.resume import checkpoint_files
+from lagrpo.resume.checkpoint import NewCheckpoint
 from lagrpo.resume.checkpoint_files import (
     SCHEMA_WITHOUT_DIGESTS,
     CheckpointError,
@@ -266,6 +268,62 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
     call = f"lagrpo.train(resume={str(run)!r}, callbacks=…, trust_run_code=True)"
     assert error.value.__notes__[-1] == f"To resume after batch 4: {call}"
     assert differing(go_on(run).run, undisturbed()) == []
+
+
+# In a thread
+
+
+class WriteAfterBatch(Callback):
+    """Lets the thread write the first checkpoint only after the second batch."""
+
+    def __init__(self) -> None:
+        self.has_more = Event()
+        self.overlaps: list[bool] = []
+        self.write = NewCheckpoint.write
+
+    def on_batch(self, metrics, rollouts) -> None:
+        if metrics["step"] == 2:
+            self.has_more.set()
+
+    def write_later(self, checkpoint: NewCheckpoint, *arguments: Any) -> None:
+        if not self.overlaps:
+            self.overlaps.append(self.has_more.wait(60))
+        self.write(checkpoint, *arguments)
+
+
+@pytest.mark.parametrize("kind", ["asking ahead", "continuous"])
+def test_run_resumes_bit_for_bit_from_a_checkpoint_of_an_earlier_batch(
+    begin, undisturbed, monkeypatch, tmp_path, kind
+):
+    """The checkpoint after batch 1 is written while the run makes batch 2."""
+    callback = WriteAfterBatch()
+    monkeypatch.setattr(NewCheckpoint, "write", lambda *all: callback.write_later(*all))
+    run = begin("run", callback, **KINDS[kind]).run
+    assert callback.overlaps == [True]
+    assert differing(run, undisturbed(kind)) == []
+    events = [event for event in load_events(run) if event["event"] == "checkpoint"]
+    assert [event["step"] for event in events] == [1, 2, 3, 4, 5, 6]
+    assert differing(go_on(cut_to(run, 1, tmp_path / "killed")).run, undisturbed(kind)) == []
+
+
+def test_disk_that_is_full_for_the_thread_ends_the_run_which_resumes_from_the_checkpoint_before(
+    begin, undisturbed, monkeypatch, tmp_path
+):
+    write = NewCheckpoint.write
+
+    def fail_later(checkpoint: NewCheckpoint, *arguments: Any) -> None:
+        if checkpoint.batch > 1:
+            raise CheckpointError("the checkpoint could not be written: the disk is full")
+        write(checkpoint, *arguments)
+
+    monkeypatch.setattr(NewCheckpoint, "write", fail_later)
+    with pytest.raises(CheckpointError, match="full") as error:
+        begin("run", **KINDS["asking ahead"])
+    monkeypatch.undo()
+    run = tmp_path / "run"
+    assert "To resume after batch 1:" in error.value.__notes__[-1]
+    assert checkpoints(run) == [1]
+    assert differing(go_on(run).run, undisturbed("asking ahead")) == []
 
 
 # What is on disk

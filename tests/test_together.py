@@ -25,9 +25,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lagrpo import Callback, cli, train
+from lagrpo.distributed.shared import wait_for
 from lagrpo.lifecycle.evaluation import evaluate_model
 from lagrpo.lifecycle.run import Result
 from lagrpo.model.model import Policy, copy_policy
+from lagrpo.resume.checkpoint import NewCheckpoint
 from lagrpo.resume.checkpoint_files import find_checkpoint
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_events, load_metrics, load_rollouts
@@ -289,6 +291,45 @@ def test_stopped_run_resumes_bit_for_bit(settings, whole_run, tmp_path, phase, s
         leaves(whole_run("asking ahead", shard, 2), exact=True),
     )
     assert [key for key in expected if outputs.get(key) != expected[key]] == []
+
+
+class NoteBatch(Callback):
+    """Makes a file after the second batch."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_batch(self, metrics, rollouts) -> None:
+        if metrics["step"] == 2:
+            self.file.touch()
+
+
+def write_after_batch(root: Path, rank: int) -> list[Callback]:
+    """Lets the threads write their first checkpoint only after the second batch."""
+    file = root / "batch"
+    write = NewCheckpoint.write
+
+    def write_later(checkpoint: NewCheckpoint, *arguments: Any) -> None:
+        NewCheckpoint.write = write  # type: ignore[method-assign]
+        if wait_for(file.exists):
+            (root / f"overlapped-{rank}").touch()
+        write(checkpoint, *arguments)
+
+    NewCheckpoint.write = write_later  # type: ignore[method-assign]
+    return [NoteBatch(file)] if rank == 0 else []
+
+
+@pytest.mark.parametrize("shard", ["zero1", "fsdp2"])
+def test_ranks_train_while_their_threads_write_a_checkpoint(settings, whole_run, tmp_path, shard):
+    kind = "asking ahead"
+    prepare = partial(write_after_batch, tmp_path)
+    run = only_result(together(2, settings("run", KINDS[kind], sharded(shard)), prepare)).run
+    assert len([*tmp_path.glob("overlapped-*")]) == 2
+    expected = leaves(whole_run(kind, shard, 2), exact=True)
+    killed = cut_to(run, 1, tmp_path / "killed")
+    for finished in (run, only_result(together(2, {}, resume=killed)).run):
+        outputs = leaves(finished, exact=True)
+        assert [key for key in expected if outputs.get(key) != expected[key]] == []
 
 
 @pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 3), (("fsdp2", "zero1"), 1)])

@@ -57,7 +57,11 @@ H200 = Computation(itemsize=2, on_gpu=True, fused=False)
 
 
 def settings_with(**sections: Any) -> Settings:
-    base = {"loss": {"beta": 0.0}, "eval": {"at_start": False}}
+    base = {
+        "loss": {"beta": 0.0},
+        "eval": {"at_start": False},
+        "checkpoint": {"save_minutes": 0.0},
+    }
     return Settings.model_validate(base | sections)
 
 
@@ -178,6 +182,32 @@ def test_packed_weights_come_on_top_of_the_weights_and_replace_layers_of_copies(
     by_term = sizes_by_term(computation, schedule={"sync_every": 2})
     assert by_term["weights"] == 4_000_000
     assert by_term["weights that sample"] == 200_000 + 2_000_000
+
+
+TIMED = {"checkpoint": {"save_minutes": 10.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "size"),
+    [
+        pytest.param({}, TIMED, 12_000_000, id="by time"),
+        pytest.param(
+            {}, {"checkpoint": {"save_minutes": 0, "save_every": 9}}, 12_000_000, id="by batches"
+        ),
+        pytest.param({}, {}, None, id="only at the end"),
+        pytest.param({"on_gpu": True}, TIMED, None, id="in another memory than the run"),
+        pytest.param({"memory": 2**20}, TIMED, None, id="memory is short"),
+        pytest.param({"ranks": 4}, TIMED, 3_000_000, id="ranks"),
+        pytest.param({}, TIMED | STALE, 14_000_000, id="stale"),
+        pytest.param({}, TIMED | {"loss": {"beta": 0.1}}, 14_000_000, id="reference"),
+        pytest.param(
+            {}, TIMED | {"optimizer": {"log_gradient_cosine": True}}, 16_000_000, id="last gradient"
+        ),
+    ],
+)
+def test_copy_for_a_checkpoint_by_hand(changes, sections, size):
+    computation = replace(Computation(itemsize=2), **changes)
+    assert sizes_by_term(computation, **sections).get("copy for a checkpoint") == size
 
 
 def test_micro_batch_holds_whole_groups_that_fit():
