@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import logging
 import os
 import signal
 import time
@@ -20,10 +19,10 @@ from torch import Tensor
 from warm import forks
 
 from lagrpo.distributed.ranks import Ranks
-from lagrpo.resume import checkpoint, writer
-from lagrpo.resume.checkpoint import NewCheckpoint
+from lagrpo.lifecycle import checkpoint, writer
+from lagrpo.lifecycle.checkpoint import NewCheckpoint
+from lagrpo.lifecycle.writer import CheckpointWriter
 from lagrpo.resume.checkpoint_files import CheckpointError, find_checkpoint
-from lagrpo.resume.writer import CheckpointWriter
 from lagrpo.runs import files
 
 
@@ -117,20 +116,19 @@ def test_copy_is_made_if_it_fits_beside_the_peak_of_the_run(
     assert len(caplog.records) == int(not has_room)
 
 
-def test_wait_for_the_thread_is_shown(write, held, monkeypatch, caplog):
+def test_long_wait_for_the_thread_is_shown(write, held, monkeypatch):
+    shown: list[str] = []
+
+    def show(text: str, *numbers: int) -> None:
+        shown.append(text % numbers)
+        held.set()
+
     monkeypatch.setattr(writer, "PATIENCE", 0.0)
-    wait = writer.concurrent.futures.wait
-
-    def wait_as_told(futures: Any, *timeout: float) -> Any:
-        if not timeout:
-            held.set()
-        return wait(futures, *timeout)
-
-    monkeypatch.setattr(writer.concurrent.futures, "wait", wait_as_told)
+    monkeypatch.setattr(writer.logger, "info", show)
     write.begin(checkpoint_after(2, torch.ones(2)), 0.0, in_background=True)
-    with caplog.at_level(logging.INFO):
-        write.wait()
-    assert "batch 2" in caplog.text
+    write.wait()
+    assert len(shown) == 1
+    assert "batch 2" in shown[0]
 
 
 @pytest.mark.parametrize("name", ["_save_tensors", "digest_file", "write_state"])

@@ -23,11 +23,11 @@ from tiny import save_tiny
 
 from lagrpo import Callback, train
 from lagrpo.errors import SettingsError
+from lagrpo.lifecycle.checkpoint import NewCheckpoint
 from lagrpo.lifecycle.resuming import ResumeState
 from lagrpo.lifecycle.run import Result
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.resume import checkpoint_files
-from lagrpo.resume.checkpoint import NewCheckpoint
 from lagrpo.resume.checkpoint_files import (
     SCHEMA_WITHOUT_DIGESTS,
     CheckpointError,

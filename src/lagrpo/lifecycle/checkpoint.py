@@ -1,8 +1,8 @@
 """Checkpoints: what a run needs to resume after a batch, to the bit, is written and restored here.
 
-writer.py writes them while the run goes on. resume/checkpoint_files.py has the files of a checkpoint,
-and finds damage to them. Random numbers are keyed: unfinished completions are sampled again, token
-for token.
+writer.py writes them while the run goes on. resume/checkpoint_files.py has the files of a
+checkpoint, and finds damage to them. Random numbers are keyed: unfinished completions are sampled
+again, token for token.
 """
 
 # Some functions of safetensors have no types.

@@ -266,7 +266,8 @@ class Training:
                 if has_ended:
                     self.finish_checkpoint()
                 if is_due:
-                    self.write_checkpoint(in_background=True)
+                    is_last = self.loop.batch == self.settings.schedule.batches
+                    self.write_checkpoint(in_background=not is_last)
                 if self.has_reached_goal():
                     break
         self.write_checkpoint()
