@@ -28,13 +28,14 @@ logger = logging.getLogger("lagrpo")
 
 @dataclass(slots=True)
 class Writing:
-    """A checkpoint that the thread writes.
+    """A checkpoint that the thread writes, while the run goes on if it `is_copied`.
 
     `ended_at` is when the checkpoint was on disk. `paused` is how many seconds the run has waited.
     Times are seconds of time.monotonic().
     """
 
     batch: int
+    is_copied: bool
     started_at: float
     ended_at: Future[float]
     paused: float
@@ -83,7 +84,7 @@ class CheckpointWriter:
 
         ended_at = call_in_thread(write)
         paused = time.monotonic() - started_at
-        self._writing = Writing(checkpoint.batch, started_at, ended_at, paused)
+        self._writing = Writing(checkpoint.batch, goes_on, started_at, ended_at, paused)
         return goes_on
 
     def has_ended(self) -> bool:
@@ -102,7 +103,8 @@ class CheckpointWriter:
         began_at = time.monotonic()
         ended, _ = concurrent.futures.wait([writing.ended_at], PATIENCE)
         if not ended:
-            logger.info("waiting until the checkpoint of batch %d is on disk", writing.batch)
+            if writing.is_copied:
+                logger.info("waiting until the checkpoint of batch %d is on disk", writing.batch)
             concurrent.futures.wait([writing.ended_at])
         paused = writing.paused + time.monotonic() - began_at
         self._writing = None
@@ -130,8 +132,8 @@ class CheckpointWriter:
         if not (has_room or self._has_warned):
             self._has_warned = True
             logger.warning(
-                "the run waits while checkpoints are written: a copy of them would need "
-                "%.1f GiB of memory, and %.1f GiB are available",
+                "memory is short: the run waits while a checkpoint is written, because a copy needs "
+                "%.1f GiB, and %.1f GiB are available",
                 needed / 2**30,
                 (available or 0) / local_size() / 2**30,
             )
