@@ -132,8 +132,8 @@ class CheckpointWriter:
         if not (has_room or self._has_warned):
             self._has_warned = True
             logger.warning(
-                "memory is short: the run waits while a checkpoint is written. A copy needs %.1f GiB, "
-                "and %.1f GiB are available",
+                "memory is short: the run waits while a checkpoint is written. A copy "
+                "needs %.1f GiB, and %.1f GiB are available",
                 needed / 2**30,
                 (available or 0) / local_size() / 2**30,
             )
