@@ -25,6 +25,7 @@ from experiments.lag.report import find_cells
 from experiments.lag.verdicts import NOT_RUN
 from lagrpo.settings import lag_table
 from lagrpo.settings.lag_table import (
+    FOLLOWS_KL,
     TASKS,
     Measured,
     advice_for,
@@ -69,8 +70,8 @@ def model(tmp_path_factory) -> Path:
     [
         (0, ("grpo",), "f"),
         (4, ("grpo",), "f"),
-        (5, ("prime_rl",), "f / 3"),
-        (64, ("prime_rl", "rec_one_side_nois_wide"), "f / 3"),
+        (5, ("prime_rl",), FOLLOWS_KL),
+        (64, ("prime_rl", "rec_one_side_nois_wide"), FOLLOWS_KL),
         (65, ("rec_one_side_nois_wide", "prime_rl"), "f / 3"),
     ],
 )

@@ -42,10 +42,11 @@ class Advice:
     """what else helps"""
 
 
+FOLLOWS_KL = "f with optimizer.scale_lr_by_kl = 0.05"
 ADVICE = (
     Advice(4, ("grpo",), "f"),
-    Advice(16, ("prime_rl",), "f / 3"),
-    Advice(64, ("prime_rl", "rec_one_side_nois_wide"), "f / 3"),
+    Advice(16, ("prime_rl",), FOLLOWS_KL),
+    Advice(64, ("prime_rl", "rec_one_side_nois_wide"), FOLLOWS_KL),
     Advice(
         None, ("rec_one_side_nois_wide", "prime_rl"), "f / 3", "a smaller `schedule.sync_every`"
     ),
