@@ -154,6 +154,17 @@ def test_model_with_another_attention_is_rejected_when_it_is_loaded(monkeypatch)
         check_attention(policy)
 
 
+def test_check_of_a_model_begins_with_the_token_that_begins_its_texts():
+    policy = tiny_policy()
+    policy.chat.tokenizer.bos_token = "<stop>"
+    first_tokens: list[int] = []
+    policy.model.register_forward_pre_hook(
+        lambda _, arguments: first_tokens.append(int(arguments[0].input_ids[0]))
+    )
+    check_attention(policy)
+    assert first_tokens == [policy.chat.tokenizer.bos_token_id]
+
+
 def test_unsupported_architecture_is_rejected_by_name():
     from transformers import AutoConfig
 
@@ -176,8 +187,9 @@ def test_unsupported_architecture_is_rejected_by_name():
 
 
 @either_computation
-def test_sequence_longer_than_the_sliding_window_or_the_positions_is_rejected():
-    policy = Policy.from_model(tiny_model("mistral", sliding_window=24), None)
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_sequence_longer_than_the_sliding_window_or_the_positions_is_rejected(kind):
+    policy = Policy.from_model(tiny_model(kind, sliding_window=24), None)
     check_context(policy.model.config, 24)
     with pytest.raises(ValueError, match="sliding window"):
         check_context(policy.model.config, 25)

@@ -73,7 +73,9 @@ def logp_of(policy: Policy) -> Tensor:
 
 
 @pytest.mark.usefixtures("either_computation")
-@pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("gemma", torch.float32)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen2", torch.bfloat16), ("gemma3_text", torch.float32)]
+)
 def test_initial_policy_with_adapters_equals_the_model_bit_for_bit(kind, dtype):
     policy = adapted_policy(kind, dtype)
     before = logp_of(policy)

@@ -31,6 +31,14 @@ SHAPES: dict[str, dict[str, object]] = {
     "qwen2": {"num_key_value_heads": 1, "hidden_size": 64, "num_attention_heads": 2},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 64},
     "gemma": {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
+    # A sliding layer and a full one, which turn positions by other angles.
+    "gemma3_text": {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 64,
+    },
     "mistral": {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": None},
     # One product for queries, keys and values, so none of them is contiguous.
     "phi3": {"num_key_value_heads": 2, "hidden_size": 64},
