@@ -357,6 +357,8 @@ def test_completion_ends_with_what_the_template_the_tokenizer_or_the_model_ends_
 
     assert last_token(TURNS.replace("<eos>", "<stop>"), None, {1}) == 2
     assert last_token(CHAT, "<eos>", {1, 2}) == 1
+    # It shows the last message alone, behind the token that begins a text.
+    assert last_token("<stop>{{ messages[-1].content }}", "<eos>", {1}) == 1
     assert last_token(CHAT, None, {2}) == 2
     with pytest.raises(ValueError, match=r"line 1: .*eos_token"):
         last_token(CHAT, None, set())

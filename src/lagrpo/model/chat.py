@@ -466,10 +466,10 @@ class Chat:
             text = self.render([*OPENING, {"role": "assistant", "content": ANSWER}, *OPENING])
         except TemplateError:
             return None
-        _, _, text_behind = text.rpartition(ANSWER)
-        text_behind = text_behind.lstrip(" ")
+        # A template of the last message alone leaves the answer out: then nothing is behind it.
+        _, answer, text_behind = text.rpartition(ANSWER)
         for token, token_id in self.special_tokens.items():
-            if text_behind.startswith(token):
+            if answer and text_behind.lstrip(" ").startswith(token):
                 return token_id
         return None
 
