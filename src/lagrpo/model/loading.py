@@ -465,7 +465,7 @@ def check_attention(policy: Policy) -> float:
         torch.randint(policy.chat.vocabulary, (length,), generator=rng) for length in (9, 5, 12)
     )
     # Behind any other first token, the numbers of some models are far off in bfloat16.
-    bos = getattr(policy.chat.tokenizer, "bos_token_id", None)
+    bos: Any = getattr(policy.chat.tokenizer, "bos_token_id", None)
     prompt[0] = bos if bos in range(policy.chat.vocabulary) else prompt[0]
     packed = Packed.build([(prompt.tolist(), completions)], policy.device)
     try:
