@@ -123,8 +123,8 @@ def test_named_rewards_and_a_file_with_changed_settings(train_arguments, tmp_pat
         ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
         ({"data": ROWS, "rewards": {"reward": correct, "wieght": 2.0}}, "wieght"),
         ({"data": ROWS, "rewards": [(correct, 0.2)]}, r"lagrpo\.Reward\(function, weight=0\.2\)"),
-        ({"data": ROWS, "reward_funcs": [correct]}, "is task.rewards, or the argument rewards"),
-        ({"train_dataset": ROWS, "rewards": [correct]}, "is task.data, or the argument data"),
+        ({"data": ROWS, "reward_funcs": [correct]}, "is task.rewards, or argument rewards"),
+        ({"train_dataset": ROWS, "rewards": [correct]}, "is task.data, or argument data"),
         ({"learning_rate": 1e-5}, "optimizer.learning_rate"),
         ({"data": ROWS}, "the task 'custom' needs task.rewards"),
         (

@@ -170,7 +170,7 @@ def test_dry_run_without_a_python_for_vllm_fails(model, tmp_path, monkeypatch):
         ("dataset", "did you mean 'data'?"),
         ("learning_rate", "did you mean settings={'optimizer.learning_rate': …}?"),
         ("beta", "0 in TRL"),
-        ("num_generations", "instead of 8"),
+        ("num_generations", "not 8"),
         ("reward_funcs", "TRL's reward_funcs is task.rewards"),
         ("xyz", "its arguments are source, task, "),
     ],

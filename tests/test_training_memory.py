@@ -382,7 +382,6 @@ def test_peaks_of_runs_on_a_cpu_are_recorded():
 
 
 @pytest.mark.parametrize("name", RUNS)
-@by_a_copy
 def test_peak_of_a_run_on_a_cpu_is_expected(name):
     run = RUNS[name]
     settings = Settings.model_validate(run["settings"])
