@@ -413,7 +413,6 @@ def demo_peak(sizes: ModelSizes, computation: Computation, **sections: Any) -> i
 @pytest.mark.parametrize(
     ("ranks", "strategy"), [(1, "zero1"), (2, "zero1"), (2, "fsdp2"), (3, "zero1"), (3, "fsdp2")]
 )
-@by_a_copy
 def test_peak_of_a_rank_of_the_demo_is_expected(ranks, strategy, beta):
     sharded = {"zero1": "optimizer", "fsdp2": "layers"}[strategy]
     peaks = recorded("memory.json")[f"{ranks} ranks, {sharded}, beta {beta}"]["peaks"]
@@ -431,7 +430,6 @@ def test_peak_of_a_rank_of_the_demo_is_expected(ranks, strategy, beta):
         pytest.param("adapters", WITH_ADAPTERS, {"lora_r": 16}, id="adapters"),
     ],
 )
-@by_a_copy
 def test_peak_of_the_demo_with_and_without_adapters_is_expected(side, sizes, model):
     peaks = recorded("lora.json")["peaks"][side]
     expected = demo_peak(sizes, BY_C_KERNELS, model=model)

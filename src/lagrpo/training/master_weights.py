@@ -309,8 +309,14 @@ class FlatBuffer:
 
         Collective.
         """
-        reduce_scatter = _renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
-        reduce_scatter(part, self.gradient, group=self.group)
+        assert self.gradient is not None
+        if self.gradient.is_cuda:
+            reduce_scatter = _renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
+            reduce_scatter(part, self.gradient, group=self.group)
+        else:
+            # Gloo would make a copy of all gradients to scatter their sum.
+            dist.all_reduce(self.gradient, group=self.group)
+            part.copy_(self.gradient.view(self.group.size(), -1)[self.group.rank()])
         self.gradient = None
 
     def gather(self, part: Tensor) -> None:
