@@ -414,8 +414,7 @@ def demo_peak(sizes: ModelSizes, computation: Computation, **sections: Any) -> i
     ("ranks", "strategy"), [(1, "zero1"), (2, "zero1"), (2, "fsdp2"), (3, "zero1"), (3, "fsdp2")]
 )
 def test_peak_of_a_rank_of_the_demo_is_expected(ranks, strategy, beta):
-    sharded = {"zero1": "optimizer", "fsdp2": "layers"}[strategy]
-    peaks = recorded("memory.json")[f"{ranks} ranks, {sharded}, beta {beta}"]["peaks"]
+    peaks = recorded("memory.json")[f"{ranks} ranks, {strategy}, beta {beta}"]["peaks"]
     computation = replace(BY_C_KERNELS, ranks=ranks, fused=strategy == "zero1")
     expected = demo_peak(
         SMOLLM2, computation, loss={"beta": beta}, distributed={"strategy": strategy}
