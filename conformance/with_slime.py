@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from cases import Case
-from pairing import loss
+from pairing import Pairing, loss
 from torch import Tensor
 
 
@@ -21,14 +23,17 @@ def clipped_sum(case: Case, logp: Tensor, advantages: Tensor, *, old: str) -> Te
     return ((losses * case.mask).sum(1) / case.mask.sum(1)).mean()
 
 
-SLIME_PAIRINGS = [
-    loss(
+def pairing_of(old: str) -> Pairing:
+    """Compares the formula, with these log-probs as old, with ours."""
+    overrides: dict[str, Any] = {"token_advantage.student": old, "surrogate.denominator": old}
+    return loss(
         "slime",
         f"its formula of --use-opd, old = {old}",
         "grpo_opd",
         clipped_sum,
         peer_settings={"old": old},
-        **{"token_advantage.student": old, "surrogate.denominator": old},
+        **overrides,
     )
-    for old in ("pi_k", "alpha")
-]
+
+
+SLIME_PAIRINGS = [pairing_of("pi_k"), pairing_of("alpha")]
