@@ -51,9 +51,8 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("study", "grids of runs over seeds"),),
     (("lifecycle", "a run from start to end"), ("verify", "replays a run"), ("view", "HTML page")),
     (("startup", "settings to the two sides"),),
-    (("resume", "checkpoints, changes"),),
+    (("resume", "what a resume checks"),),
     (("training", "loop, sampling, trainer"),),
-    (("distributed", "ranks"),),
     (
         ("rollout/vllm", "servers, weight transfer"),
         ("data", "prompts of a batch, offline data"),
@@ -61,7 +60,8 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("rollout", "local engine, schedule"), ("diagnosis", "findings of a run")),
     (("terminal", "progress, tables"),),
     (("settings", "schema, TOML, command line"),),
-    (("model", "loading, packed rows, LoRA"), ("tasks", "prompts, environments")),
+    (("tasks", "prompts, environments"),),
+    (("model", "loading, packed rows, LoRA"), ("distributed", "ranks")),
     (
         ("cpu", "C kernels"),
         ("gpu", "Triton kernels"),
@@ -81,7 +81,10 @@ STEPS = {
     "core": "6",
 }
 LEGEND = "A package imports only packages in rows below it. Numbers: the path of a batch."
-SMALL = "types.py, rng.py, errors.py, logs.py, machine.py: small files that all but core may import"
+SMALL = (
+    "types.py, rng.py, errors.py, logs.py, machine.py, threads.py: small files that all but core "
+    "may import"
+)
 # Of the drawing: its width, then width, distance and height of a box, height of a row, margin on
 # top.
 WIDTH = 920

@@ -108,6 +108,13 @@ def test_every_module_imports_only_allowed_packages(path):
     assert violations(part, (SOURCES / path).read_text(encoding="utf-8"), package) == []
 
 
+@pytest.mark.experiments
+def test_drawing_of_the_packages_shows_their_imports():
+    from experiments.figures import IMAGES, draw_rooms
+
+    assert (IMAGES / "rooms.svg").read_text(encoding="utf-8") == draw_rooms()
+
+
 def test_allowed_imports_have_no_cycle():
     remaining = dict(ALLOWED)
     while remaining:

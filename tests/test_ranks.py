@@ -38,6 +38,7 @@ from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.lifecycle import checkpoint, run
 from lagrpo.lifecycle.callbacks import Callback
 from lagrpo.resume.checkpoint_files import CheckpointError
+from lagrpo.threads import call_in_thread
 from lagrpo.types import Result
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -368,7 +369,7 @@ def gather_in_two_threads(group: ProcessGroup) -> tuple[list[int], list[int]]:
     """What a thread has gathered while the main thread gathers, and what the main thread has."""
     background = new_group(backend="gloo")
     ranks_of_group = Ranks(group.rank(), 2, group, group, background=background)
-    of_thread = ranks.call_in_thread(
+    of_thread = call_in_thread(
         lambda: [sum(ranks_of_group.in_background().gather(number)) for number in range(200)]
     )
     of_main = [sum(ranks_of_group.gather(-number)) for number in range(200)]

@@ -360,14 +360,14 @@ def test_rows_of_the_table_at_the_peak_add_up_to_its_total_for_a_rank_and_for_al
 
 
 @pytest.fixture
-def samples_by_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All policies were sampled by a copy when the peaks were measured, also on-policy. On GPUs
-    masters were beside their weights."""
+def older_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the peaks on GPUs were measured, a copy sampled on-policy, too, and masters were whole
+    beside their weights."""
     monkeypatch.setattr(memory, "_bytes_beside_weight", lambda c: {2: 4, 4: 0}[c.itemsize])
     monkeypatch.setattr(memory, "_samples_by_policy", lambda *_: False)
 
 
-by_a_copy = pytest.mark.usefixtures("samples_by_a_copy")
+by_older_program = pytest.mark.usefixtures("older_program")
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -485,7 +485,7 @@ def terms_on_gpu(
         pytest.param("h200/gpu.json", "1.5b", 512, 32_768, H200, id="H200-1.5b"),
     ],
 )
-@by_a_copy
+@by_older_program
 def test_peak_of_learning_on_a_gpu_is_expected(file, model, context, tokens, computation):
     (measured,) = recorded(file)[f"{model}, {context}"]["memory of learning"]
     assert peak(terms_on_gpu(model, context, tokens, computation)) == pytest.approx(
@@ -494,7 +494,7 @@ def test_peak_of_learning_on_a_gpu_is_expected(file, model, context, tokens, com
 
 
 @pytest.mark.parametrize("model", ["1.5b", "0.5b", "135m"])
-@by_a_copy
+@by_older_program
 def test_peak_of_sampling_on_a_gpu_is_expected(model):
     (measured,) = recorded("gpu.json")[f"{model}, 512"]["memory of sampling"]
     terms = terms_on_gpu(model, 512, 32_768, H100)

@@ -95,6 +95,12 @@ def lower_rate(record: RunRecord) -> dict[str, Any]:
     return {"optimizer.learning_rate": float(f"{rate / 3:.2g}")}
 
 
+def raise_rate(record: RunRecord) -> dict[str, Any]:
+    """Returns the setting of three times the learning rate, for a policy that hardly moves."""
+    rate = record.settings.get("optimizer.learning_rate") or 0.0
+    return {"optimizer.learning_rate": float(f"{3 * rate:.2g}")}
+
+
 def percent(share: float) -> str:
     """Returns a share in percent: 61 %; below one percent with its first digits."""
     number = 100 * share

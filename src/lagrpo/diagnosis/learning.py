@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 
-from lagrpo.diagnosis.finding import Finding, lower_rate, percent, places_of
+from lagrpo.diagnosis.finding import Finding, lower_rate, percent, places_of, raise_rate
 from lagrpo.diagnosis.record import FIRST_BATCHES, RunRecord, differ, mean
 from lagrpo.types import JsonView
 
@@ -109,12 +109,11 @@ def find_flat_reward(record: RunRecord, threshold: float) -> Finding | None:
     # A quick run may have learned in the first third.
     if last - statistics.fmean(rewards[: record.window]) >= least:
         return None
-    rate = record.settings.get("optimizer.learning_rate") or 0.0
     return Finding(
         f"The reward has not risen in {len(rewards)} batches: {first:.3f} in the first third, "
         f"{last:.3f} in the last, although {percent(1 - silent)} of the groups give a signal.",
         cost=0.45,
-        settings={"optimizer.learning_rate": 3 * rate},
+        settings=raise_rate(record),
     )
 
 
@@ -141,12 +140,11 @@ def find_flat_teacher(record: RunRecord, threshold: float) -> Finding | None:
             cost=0.9,
             settings=lower_rate(record),
         )
-    rate = record.settings.get("optimizer.learning_rate") or 0.0
     return Finding(
         f"The policy does not come nearer to the teacher in {len(distances)} batches: kl was "
         f"{first:.2g} nats per token, and is {last:.2g}.",
         cost=0.45,
-        settings={"optimizer.learning_rate": 3 * rate},
+        settings=raise_rate(record),
     )
 
 

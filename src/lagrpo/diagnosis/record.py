@@ -1,4 +1,4 @@
-"""The record of a run for detectors: settings, metrics, rollouts and evaluations of a run."""
+"""The record of a run, for detectors: settings, metrics, rollouts and evaluations."""
 
 from __future__ import annotations
 

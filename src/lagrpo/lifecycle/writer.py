@@ -16,12 +16,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lagrpo.distributed.ranks import PATIENCE, Ranks, call_in_thread
+from lagrpo.distributed.ranks import PATIENCE, Ranks
 from lagrpo.distributed.torchrun import local_size
 from lagrpo.lifecycle.checkpoint import NewCheckpoint
 from lagrpo.machine import available_memory, process_memory, process_peak
 from lagrpo.resume.checkpoint_files import prune_checkpoints
 from lagrpo.runs import files
+from lagrpo.threads import call_in_thread
 
 logger = logging.getLogger("lagrpo")
 

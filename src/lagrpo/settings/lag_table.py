@@ -42,7 +42,8 @@ class Advice:
     """what else helps"""
 
 
-FOLLOWS_KL = "f with optimizer.scale_lr_by_kl = 0.05"
+FOLLOWS_KL = f"f with optimizer.scale_lr_by_kl = {LARGEST_KL}"
+"""The rate of ADVICE for samples that were measured with that setting"""
 ADVICE = (
     Advice(4, ("grpo",), "f"),
     Advice(16, ("prime_rl",), FOLLOWS_KL),
