@@ -34,7 +34,8 @@ from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rng import uniforms
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import assemble
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, Outcome, Prompt, Request
 
 QWEN = Qwen2Config(

@@ -42,7 +42,8 @@ from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training import trainer as trainers
 from lagrpo.training.batch import MicroBatch, assemble
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject, Prompt, Request
 
 ON_GPU = torch.cuda.is_available()

@@ -27,7 +27,8 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.master_weights import MergedState
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Group, Prompt, Request
 
 T = TypeVar("T")

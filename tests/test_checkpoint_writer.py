@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -43,7 +44,7 @@ def checkpoint_after(batch: int, numbers: Tensor, **weights: Tensor) -> NewCheck
         "data": {"places": {}, "visited": {"prompts": 0, "tokens": "", "answers": ""}},
         "model": "",
     }
-    return NewCheckpoint(batch, {"x": numbers}, {1: weights} if weights else {}, [], state)
+    return NewCheckpoint(batch, {"x": numbers}, (), {1: weights} if weights else {}, [], state)
 
 
 def saved(folder: Path, batch: int) -> list[float]:
@@ -89,18 +90,20 @@ def test_thread_writes_the_numbers_that_the_run_had_when_it_went_on(write, held,
 
 
 @pytest.mark.parametrize(
-    ("available", "weights", "ranks", "has_room"),
+    ("available", "weights", "joined", "ranks", "has_room"),
     [
-        pytest.param(700, 0, 1, True, id="enough"),
-        pytest.param(699, 0, 1, False, id="short"),
-        pytest.param(799, 25, 1, False, id="short, with weights of another version"),
-        pytest.param(800, 25, 1, True, id="enough, with weights of another version"),
-        pytest.param(1399, 0, 2, False, id="short for two ranks of the host"),
-        pytest.param(None, 0, 1, True, id="unknown"),
+        pytest.param(700, 0, 0, 1, True, id="enough"),
+        pytest.param(699, 0, 0, 1, False, id="short"),
+        pytest.param(799, 25, 0, 1, False, id="short, with weights of another version"),
+        pytest.param(800, 25, 0, 1, True, id="enough, with weights of another version"),
+        pytest.param(799, 0, 25, 1, False, id="short, with joined masters"),
+        pytest.param(800, 0, 25, 1, True, id="enough, with joined masters"),
+        pytest.param(1399, 0, 0, 2, False, id="short for two ranks of the host"),
+        pytest.param(None, 0, 0, 1, True, id="unknown"),
     ],
 )
 def test_copy_is_made_if_it_fits_beside_the_peak_of_the_run(
-    write, monkeypatch, caplog, available, weights, ranks, has_room
+    write, monkeypatch, caplog, available, weights, joined, ranks, has_room
 ):
     """The copy has 400 bytes, and the run needs 300 more at its peak than it has now."""
     monkeypatch.setattr(writer, "available_memory", lambda: available)
@@ -111,6 +114,9 @@ def test_copy_is_made_if_it_fits_beside_the_peak_of_the_run(
     other_weights = {"w": torch.zeros(weights)} if weights else {}
     for batch in (2, 3):
         new = checkpoint_after(batch, numbers, **other_weights)
+        if joined:
+            state = {**new.trainer_state, "master/w": torch.zeros(joined)}
+            new = replace(new, trainer_state=state, copies={"master/w"})
         assert write.begin(new, 0.0, in_background=True) == has_room
         assert write.wait().batch == batch
     assert len(caplog.records) == int(not has_room)

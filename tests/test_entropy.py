@@ -20,7 +20,8 @@ from lagrpo.model.lora import Lora
 from lagrpo.model.model import Policy
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.entropy import STEP, EntropyTerm, check_entropy_target
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 from lagrpo.verify.formulas import entropy_coefs
 
 COEF = 0.3

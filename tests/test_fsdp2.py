@@ -53,7 +53,8 @@ from lagrpo.startup.build import build_trainer
 from lagrpo.startup.build_policy import build_policy, check_same_model
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.fsdp import ShardedWeights, copy_sharded, copy_whole
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 
 # The kernels without panels: they compute sharded layers, too.
 KERNELS = Backend(torch.device("cpu"), torch.bfloat16, kernels=True)

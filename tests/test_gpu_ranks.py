@@ -30,7 +30,8 @@ from lagrpo.lifecycle.run import Result
 from lagrpo.model.backend import choose_backend
 from lagrpo.settings.sections import DistributedSettings
 from lagrpo.training.batch import micro_batches
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 
 STRATEGIES = ["zero1", "fsdp2"]
 

@@ -12,10 +12,13 @@ import torch
 from tiny import tiny_policy
 from torch import nn
 
+from lagrpo.distributed.ranks import Ranks
+from lagrpo.lifecycle.checkpoint import NewCheckpoint
 from lagrpo.rng import signed16
 from lagrpo.training import master_weights, split_masters
 from lagrpo.training.master_weights import MasterWeights, Span, dither_, start_master
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization, Optimizer
+from lagrpo.training.trainer import Trainer
 
 ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
 RECIPE: Any = SimpleNamespace(needs_pi_ref=False)
@@ -154,6 +157,20 @@ def test_masters_of_any_bits_are_the_same_after_a_split(split_on_cpu, monkeypatc
     joined = held.read()[0]
     assert torch.equal(joined.view(torch.int32)[is_number], masters.view(torch.int32)[is_number])
     assert joined[~is_number].isnan().all()
+
+
+def test_a_checkpoint_copies_split_masters_once(split_on_cpu):
+    """They are joined for it already; moments and whole masters are the optimizer's memory."""
+    model = tiny_policy(dtype=torch.bfloat16).model.lm
+    model.model.norm.float()  # has whole masters
+    optimizer = Optimizer(MasterWeights(model, "plain", 0), Optimization(lr=1e-3), Ranks())
+    optimizer.make_room()
+    state = optimizer.state()
+    new = NewCheckpoint(1, state, optimizer.joined_names(), {}, [], {})
+    same = {name for name, part in new.copy().trainer_state.items() if part is state[name]}
+    assert same == {name for name in state if name.startswith("master/")} - {
+        "master/model.norm.weight"
+    }
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["moments here", "moments on the host"])

@@ -24,8 +24,9 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.batch import Batch, assemble, left_out, micro_batches
 from lagrpo.training.metrics import batch_metrics
+from lagrpo.training.optimizer import Optimization
 from lagrpo.training.step import Step, Times, record_completions
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, Outcome, Prompt, SyncReason
 from lagrpo.verify import verify_run
 

@@ -30,7 +30,8 @@ from lagrpo.model.model import Policy
 from lagrpo.runs import load_metrics
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.kl_rate import RateByKl
-from lagrpo.training.trainer import KL_RATE, Optimization, Trainer
+from lagrpo.training.optimizer import KL_RATE, Optimization
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject
 
 ONE_ROW = 10_000
@@ -474,12 +475,12 @@ def test_scale_of_the_rate_is_part_of_the_trainers_state_and_old_states_load_wit
     state = {name: value.clone() for name, value in trainer.state().items()}
     resumed = make_trainer(None, "seq_tis", {}, full_rate_kl=1e-3)
     resumed.load_state(state, version=1)
-    assert resumed.rate_by_kl == trainer.rate_by_kl
+    assert resumed.optimizer.rate_by_kl == trainer.optimizer.rate_by_kl
     assert resumed.step(rows)[1]["lr"] == trainer.step(rows)[1]["lr"]
     del state[KL_RATE]
     resumed = make_trainer(None, "seq_tis", {}, full_rate_kl=1e-3)
     resumed.load_state(state, version=1)
-    assert resumed.rate_by_kl == RateByKl(target=1e-3, staleness=0)
+    assert resumed.optimizer.rate_by_kl == RateByKl(target=1e-3, staleness=0)
 
 
 def settings(model: Path, root: Path, **sections: Section) -> dict[str, Section]:

@@ -32,7 +32,8 @@ from lagrpo.model.lora import ADAPTER_WEIGHTS, Lora
 from lagrpo.model.model import Packed, copy_policy
 from lagrpo.model.reference_prompt import ReferencePrompt, find_best
 from lagrpo.runs import load_rollouts
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Group, JsonObject, Prompt
 from lagrpo.verify import verify_run
 

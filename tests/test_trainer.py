@@ -27,7 +27,8 @@ from lagrpo.settings.sections import OptimizerSettings
 from lagrpo.startup.build import build_trainer
 from lagrpo.training.batch import assemble, micro_batches
 from lagrpo.training.master_weights import MasterWeights
-from lagrpo.training.trainer import Optimization, Trainer, deterministic
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer, deterministic
 from lagrpo.types import Group, Outcome
 
 either_computation = pytest.mark.usefixtures(
@@ -597,7 +598,9 @@ def test_learning_rate_of_the_settings_falls_over_all_updates():
 
 
 def test_betas_and_decay_of_the_settings_are_those_of_adamw():
-    groups = build(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}).optimizer.param_groups
+    groups = build(
+        optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}
+    ).optimizer.adamw.param_groups
     assert [group["betas"] for group in groups] == [(0.8, 0.95)] * 2
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
@@ -613,5 +616,5 @@ def test_gradient_is_clipped_to_the_norm_of_the_settings(max_norm, expected):
     parameter.grad = torch.zeros_like(parameter)
     parameter.grad.view(-1)[:2] = torch.tensor([3.0, 4.0])
     assert trainer.update()["grad_norm"] == pytest.approx(5.0)
-    mean_of_gradients = trainer.optimizer.state[parameter]["exp_avg"]
+    mean_of_gradients = trainer.optimizer.adamw.state[parameter]["exp_avg"]
     assert mean_of_gradients.norm().item() * 10 == pytest.approx(expected, rel=1e-4)

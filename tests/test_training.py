@@ -31,7 +31,8 @@ from lagrpo.settings.schema import Settings
 from lagrpo.startup.checks import check_settings
 from lagrpo.terminal.text import typed_command
 from lagrpo.training.master_weights import MasterWeights
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Group, JsonObject
 
 BF16: dict[str, JsonObject] = {"model": {"dtype": "bfloat16"}}

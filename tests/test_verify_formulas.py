@@ -14,7 +14,7 @@ from lagrpo.core.choices import CHOICES
 from lagrpo.core.objective import Recipe
 from lagrpo.core.pieces import piece
 from lagrpo.settings.sections import OptimizerSettings
-from lagrpo.training.trainer import Optimization
+from lagrpo.training.optimizer import Optimization
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import ScoredGroup, compute_advantages
 from lagrpo.verify.metric_checks import estimate_improvement

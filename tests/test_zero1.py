@@ -36,7 +36,8 @@ from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
 from lagrpo.training import split_masters
 from lagrpo.training.master_weights import FlatBuffer, MasterWeights, MergedState, ZeroMasterWeights
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.optimizer import Optimization
+from lagrpo.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(

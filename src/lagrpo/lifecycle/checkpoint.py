@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,8 @@ SYNCED = "synced/"
 class NewCheckpoint:
     """A checkpoint of the run after `batch`, as this rank has it before it is on disk.
 
-    - `trainer_state`: the trainer's own memory, which the next update changes
+    - `trainer_state`: the trainer's own memory, which the next update changes, but for `copies`
+    - `copies`: the names of masters that were joined for this checkpoint
     - `whole_weights`: copies of the weights of other versions than the policy's, on rank 0
     - `rows`: the completions that wait for their batch
     - `run_state`: state.json without the digests
@@ -67,14 +68,18 @@ class NewCheckpoint:
 
     batch: int
     trainer_state: Mapping[str, Tensor]
+    copies: Collection[str]
     whole_weights: Mapping[int, Mapping[str, Tensor]]
     rows: Sequence[JsonView]
     run_state: JsonView
 
     def copy(self) -> NewCheckpoint:
         """Returns the checkpoint with a copy of the trainer's state in the host's memory."""
-        copies = {name: to_host(part, part.device) for name, part in self.trainer_state.items()}
-        return replace(self, trainer_state=copies)
+        copies = {
+            name: part if name in self.copies else to_host(part, part.device)
+            for name, part in self.trainer_state.items()
+        }
+        return replace(self, trainer_state=copies, copies=copies.keys())
 
     def write(self, folder: Path, ranks: Ranks) -> None:
         """Writes the checkpoint into the run's folder. Collective. Raises CheckpointError."""
@@ -153,7 +158,8 @@ def collect_checkpoint(
         "teacher_files": inputs.teacher_files,
     }
 
-    return NewCheckpoint(loop.batch, trainer_state, whole_weights, rows, run_state)
+    copies = trainer.optimizer.joined_names()
+    return NewCheckpoint(loop.batch, trainer_state, copies, whole_weights, rows, run_state)
 
 
 def _rows_of_groups(

@@ -123,7 +123,8 @@ class CheckpointWriter:
 
         Collective.
         """
-        copied = checkpoint.trainer_state.values()
+        state = checkpoint.trainer_state
+        copied = [part for name, part in state.items() if name not in checkpoint.copies]
         on_gpu = any(tensor.is_cuda for tensor in copied)
         needed = 0
         if not (on_gpu and self._has_pinned):
@@ -147,11 +148,10 @@ class CheckpointWriter:
         if self._peak is None:
             self._peak = process_peak() or 0
         # These copies are there now, and stay until they are on disk.
-        stays = sum(
-            tensor.nbytes
-            for weights in checkpoint.whole_weights.values()
-            for tensor in weights.values()
-        )
+        copies = [checkpoint.trainer_state[name] for name in checkpoint.copies]
+        for weights in checkpoint.whole_weights.values():
+            copies += weights.values()
+        stays = sum(tensor.nbytes for tensor in copies)
         return max(0, self._peak + stays - (process_memory() or 0))
 
 

@@ -52,8 +52,9 @@ from lagrpo.tasks import Task
 from lagrpo.tasks.episodes import MAIN_TASK
 from lagrpo.training import fsdp
 from lagrpo.training.entropy import EntropyTerm
+from lagrpo.training.optimizer import Optimization
 from lagrpo.training.sampling import Sampling
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import JsonView
 
 

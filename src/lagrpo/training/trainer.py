@@ -18,18 +18,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lagrpo.core.inputs import LossInputs, concatenate, on_device
-from lagrpo.core.kl import ess
-from lagrpo.core.objective import Derivative, Recipe
-from lagrpo.core.ratios import limit
+from lagrpo.core.objective import Recipe
 from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.distributed.ranks import Ranks, add_up
 from lagrpo.interrupts import raise_if_asked
@@ -39,86 +37,22 @@ from lagrpo.model.model import Model, Policy
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
 from lagrpo.training.entropy import EntropyTerm
 from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy, without_values
-from lagrpo.training.kl_rate import RateByKl
-from lagrpo.training.master_weights import (
-    MOMENTS,
-    MasterWeights,
-    MergedState,
-    Span,
-    Start,
-    ZeroMasterWeights,
-    step_offloaded,
-    to_host,
+from lagrpo.training.master_weights import MasterWeights, MergedState, ZeroMasterWeights
+from lagrpo.training.optimizer import Optimization, Optimizer
+from lagrpo.training.sums import (
+    completion_log_ratios,
+    ess_share,
+    kl_sums,
+    loss_sums,
+    mean_kl,
+    own_sums,
 )
-from lagrpo.training.split_masters import new_window, step_blocks
-from lagrpo.training.step import LOGGED_COUNT, LOGGED_SUM
-from lagrpo.training.tensors import to_floats
 
 T = TypeVar("T")
 logger = logging.getLogger("lagrpo")
 
-PREVIOUS_GRADIENT = "previous_gradient"
 ENTROPY = "entropy_term"
 """The name of the entropy term's state in the trainer's."""
-KL_RATE = "kl_rate"
-"""The name of the state of `RateByKl` in the trainer's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Optimization:
-    """AdamW and its learning-rate schedule over `updates` updates.
-
-    `masters` says where float32 masters start, keyed by `seed`; `offload_moments` keeps the moments
-    in the host's memory.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: int = 0
-    updates: int = 1
-    masters: Start = "dithered"
-    seed: int = 0
-    offload_moments: bool = False
-    full_rate_ess: float = 0.0
-    """Share of the completions that their effective sample size must reach for the full rate
-    (VCPO's e0); 0: off"""
-    full_rate_kl: float = 0.0
-    """KL(alpha || pi) per token above which the rate falls, nats (`RateByKl`); 0: off"""
-    oldest_samples: int = 0
-    """the largest staleness that the schedule allows, in updates"""
-    log_gradient_cosine: bool = False
-
-    def rate(self, update: int, ess_share: float | None = None) -> float:
-        """Returns the learning rate of update 0, 1, ….
-
-        Linear warm-up over `warmup` updates, then constant, or from lr down along a line or half a
-        cosine that reaches 0 after the last update, as in transformers: without a warm-up the
-        factors of a line over N updates are 1, (N - 1)/N, …, 1/N. Masked batches make no update.
-
-        With `full_rate_ess` the rate is scaled by sqrt(min(1, ess_share / full_rate_ess)),
-        `ess_share` being the effective sample size of the step's completions over their number:
-        VCPO (arXiv 2602.17616).
-        """
-        rate = self._scheduled(update)
-        if self.full_rate_ess and ess_share is not None:
-            rate *= math.sqrt(min(1.0, ess_share / self.full_rate_ess))
-        return rate
-
-    def _scheduled(self, update: int) -> float:
-        if update < self.warmup:
-            # Above 0 at the first update; update `warmup` is the first with the full rate.
-            return self.lr * (update + 1) / (self.warmup + 1)
-        # 0 after the warm-up, 1 where an update after the last one would be.
-        progress = (update - self.warmup) / max(1, self.updates - self.warmup)
-        factor = {
-            "constant": 1.0,
-            "linear": 1 - progress,
-            "cosine": (1 + math.cos(math.pi * progress)) / 2,
-        }
-        return self.lr * max(0.0, factor[self.schedule])
 
 
 @contextmanager
@@ -176,9 +110,6 @@ class Trainer:
         self.reference = reference
         self.has_teacher = has_teacher
         self.entropy = entropy or EntropyTerm()
-        self.rate_by_kl: RateByKl | None = None
-        if optimization.full_rate_kl:
-            self.rate_by_kl = RateByKl(optimization.full_rate_kl, optimization.oldest_samples)
         self.ranks = ranks or Ranks()
         # Frees what the sampler keeps for later batches; False if it keeps nothing.
         self.free_idle_memory: Callable[[], bool] = bool
@@ -202,27 +133,7 @@ class Trainer:
             enable = new_name or lm.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             lm.train()  # transformers checkpoints in training mode only; dropout is off
-        self.reset_optimizer()
-
-    def reset_optimizer(self) -> None:
-        """Replaces AdamW by a new one, with moments at zero.
-
-        Matrices decay. Scales of norms and biases, which have one dimension, do not.
-        """
-        matrices: list[Tensor] = []
-        vectors: list[Tensor] = []
-        for span, parameter in zip(self.masters.spans, self.masters.parameters, strict=True):
-            if span.is_matrix:
-                matrices.append(parameter)
-            else:
-                vectors.append(parameter)
-        groups = [
-            {"params": matrices, "weight_decay": self.optimization.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=self.optimization.lr, betas=self.optimization.betas, fused=True
-        )
+        self.optimizer = Optimizer(self.masters, optimization, self.ranks)
 
     # A batch: lines 14-15 of Algorithm 1
 
@@ -273,7 +184,7 @@ class Trainer:
             sums["entropy_coef"] = coef
         if not in_objective:
             return rows, sums
-        metrics = self.update(sums.get("ess_share"), _mean_kl(sums))
+        metrics = self.update(sums.get("ess_share"), mean_kl(sums))
         if sums.get("tokens_entropy"):  # the first update on the batch
             self.entropy.observe(sums["entropy"] / sums["tokens_entropy"])
         return rows, sums | metrics
@@ -298,7 +209,7 @@ class Trainer:
         if self.optimization.full_rate_ess:
             log_ratios = self.ranks.join(log_ratios)
         if log_ratios:
-            totals["ess_share"] = _ess_share(log_ratios)
+            totals["ess_share"] = ess_share(log_ratios)
         return used_rows, totals
 
     def _with_room(self, compute: Callable[[], T]) -> T:
@@ -375,12 +286,12 @@ class Trainer:
                 sums["loss"] += (entropy_weight_T * entropy_T.detach()).sum().item()
             else:
                 logp_T.backward(derivative.gradient_T)
-        row_sums = _sums(x, derivative) | _own_sums(x)
+        row_sums = loss_sums(x, derivative) | own_sums(x)
         if x.rollout_logp is not None:
             if self.optimization.full_rate_ess:
-                log_ratios += _completion_log_ratios(x)
-            if self.rate_by_kl is not None:
-                row_sums |= self._kl_sums(x)
+                log_ratios += completion_log_ratios(x)
+            if self.optimization.full_rate_kl:
+                row_sums |= kl_sums(x, with_zero_advantage=not self.recipe.skips_zero_advantage)
         for name, value in row_sums.items():
             sums[name] += value
         return row
@@ -433,17 +344,6 @@ class Trainer:
             return max(self.ranks.gather(len(rows)))
         return len(rows)
 
-    def _kl_sums(self, x: LossInputs) -> dict[str, float]:
-        """Returns the sum of the estimates of KL(alpha || pi) and the number of their tokens.
-
-        These are the tokens that the update learns from, though it may read others.
-        """
-        assert x.rollout_logp is not None
-        d_T = limit((x.logp - x.rollout_logp).double())
-        if self.recipe.skips_zero_advantage:
-            d_T = d_T[x.advantage != 0]
-        return {"kl_alpha": (torch.expm1(d_T) - d_T).sum().item(), "tokens_kl_alpha": len(d_T)}
-
     def update(self, ess_share: float | None = None, kl: float | None = None) -> dict[str, float]:
         """Makes one step of AdamW along the gradient that was accumulated, from all ranks.
 
@@ -469,76 +369,11 @@ class Trainer:
         if norm > max_norm:
             # With the norm of all ranks' gradients: this rank has only its part.
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, max_norm, norm_tensor)
-        gradients: list[Tensor | None] = []
-        if self.optimization.log_gradient_cosine:
-            metrics |= self._gradient_cosine()
-            gradients = [master.grad for master in self.masters.parameters]
-
-        rate = self.optimization.rate(version, ess_share)
-        if self.rate_by_kl is not None and kl is not None:
-            rate *= self.rate_by_kl.next_factor(kl)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        window = self._with_room(self._make_room_for_step)
-        step_blocks(self.optimizer, self.masters.blocks, self.masters.parameters, window)
-        # The other masters, which are in no block.
-        if self.optimization.offload_moments:
-            step_offloaded(self.optimizer, self.masters.parameters)
-        else:
-            self.optimizer.step()
-        if self.optimization.log_gradient_cosine:
-            self._keep_gradient(gradients)
-        self.masters.zero_grads()
+        window = self._with_room(self.optimizer.make_room)
+        metrics |= self.optimizer.step(version, window, ess_share=ess_share, kl=kl)
         self.masters.write_back()
         self.policy.advance()
-        return metrics | {"lr": rate}
-
-    def _make_room_for_step(self) -> Tensor:
-        """Makes the moments that AdamW's first step would make. Returns memory for `step_blocks`.
-
-        That step could not be repeated if memory ran out: it may have changed masters by then.
-        """
-        for master in self.masters.parameters:
-            if not self.optimizer.state[master]:
-                moments = {name: torch.zeros_like(master) for name in MOMENTS}
-                if self.optimization.offload_moments:
-                    moments = {name: to_host(m, master.device) for name, m in moments.items()}
-                step = torch.zeros((), dtype=torch.float32, device=master.device)
-                self.optimizer.state[master] = {"step": step, **moments}
-        return new_window(self.masters.blocks)
-
-    def _gradient_cosine(self) -> dict[str, float]:
-        """Returns the cosine between this gradient and the gradient of the update before.
-
-        It is near 0 on fresh samples, near 1 where stale samples push the same way again and again
-        (GAC, arXiv 2603.01501). The first update has none. Collective.
-        """
-        # new·old, new·new, old·old over this rank's masters
-        products = torch.zeros(3, dtype=torch.float64)
-        for master in self.masters.parameters:
-            previous = self.optimizer.state.get(master, {}).get(PREVIOUS_GRADIENT)
-            if previous is not None and master.grad is not None:
-                new = master.grad.double().flatten()
-                old = previous.to(new.device).double().flatten()
-                products += torch.stack([new @ old, new @ new, old @ old]).cpu()
-        products_by_rank = torch.tensor(self.ranks.gather(to_floats(products)), dtype=torch.float64)
-        dot, new_square, old_square = products_by_rank.sum(dim=0)
-        if old_square == 0 or new_square == 0:
-            return {}
-        return {"gradient_cosine": float(dot / (new_square * old_square).sqrt())}
-
-    def _keep_gradient(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keeps the gradient beside AdamW's moments, so that checkpoints have it.
-
-        Call it after the optimizer's step: AdamW takes a parameter whose state has something for
-        one whose state has moments.
-        """
-        offload = self.optimization.offload_moments
-        for master, gradient in zip(self.masters.parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            copied = to_host(gradient, master.device) if offload else gradient.clone()
-            self.optimizer.state[master][PREVIOUS_GRADIENT] = copied
+        return metrics
 
     # Log-probs, stages
 
@@ -580,7 +415,7 @@ class Trainer:
         """
         self.load_reference()
         if reset_optimizer:
-            self.reset_optimizer()
+            self.optimizer.reset()
 
     def load_reference(self) -> None:
         """Sets π_ref <- π, if there is a reference that is a version of the policy."""
@@ -607,28 +442,16 @@ class Trainer:
         return save
 
     def state(self) -> dict[str, Tensor]:
-        """Returns all tensors that decide the next updates, by name: masters, moments, step count.
+        """Returns all tensors that decide the next updates, by name.
 
-        Masters that are split are copies, all else is the trainer's own memory. With ranks
-        this is one rank's part; `MergedState` of the states of all has everything.
+        Most are the trainer's own memory. With ranks this is one rank's part; `MergedState` of the
+        states of all has everything.
         """
-        state: dict[str, Tensor] = {}
-        masters = self.masters
-        for span, master, numbers in zip(
-            masters.spans, masters.parameters, masters.read(), strict=True
-        ):
-            state[f"master/{span.label}"] = numbers
-            for key, value in self.optimizer.state.get(master, {}).items():
-                # A step count is one number: it has no part per rank.
-                label = span.name if key == "step" else span.label
-                state[f"{key}/{label}"] = value
+        state = self.optimizer.state()
         if self.entropy.target is not None:
             state[ENTROPY] = self.entropy.state()
-        if self.rate_by_kl is not None:
-            state[KL_RATE] = self.rate_by_kl.state()
         return state
 
-    @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
         """Loads what `state` returned, for π_version.
 
@@ -636,105 +459,12 @@ class Trainer:
         ValueError for another model's state.
         """
         saved = state if isinstance(state, MergedState) else MergedState([state])
-        for span in self.masters.spans:
-            count = saved.count(f"master/{span.name}")
-            expected = span.shape.numel()
-            if count != expected:
-                raise ValueError(
-                    f"master/{span.name} has {count} numbers in the trainer's state, not {expected}"
-                )
-        self.reset_optimizer()
-        self.masters.load(lambda span: saved.part(f"master/{span.name}", span))
-        for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
-            # A run that stopped before its first update has no moments.
-            if f"step/{span.name}" in saved:
-                self.optimizer.state[master] = self._load_moments(saved, span, master)
+        self.optimizer.load(saved)
         if ENTROPY in saved:
             self.entropy.load(saved[ENTROPY])
-        if self.rate_by_kl is not None and KL_RATE in saved:
-            self.rate_by_kl.load(saved[KL_RATE])
-        self.masters.write_back()
         self.policy.weights.version = version
-
-    def _load_moments(self, saved: MergedState, span: Span, master: Tensor) -> dict[str, Tensor]:
-        """Returns AdamW's state of a master, and its previous gradient if `saved` has one."""
-        keys: list[str] = [*MOMENTS]
-        if f"{PREVIOUS_GRADIENT}/{span.name}" in saved:
-            keys.append(PREVIOUS_GRADIENT)
-        state: dict[str, Tensor] = {}
-        for key in keys:
-            moment = saved.part(f"{key}/{span.name}", span)
-            if self.optimization.offload_moments:
-                state[key] = to_host(moment, master.device)
-            else:
-                state[key] = moment.to(device=master.device)
-        state["step"] = saved[f"step/{span.name}"].to(master.device).clone()
-        return state
 
 
 def _room_for_entropy(row: MicroBatch) -> Tensor:
     """Returns memory for the entropy at each token of a row: float32 [T], with anything in it."""
     return row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
-
-
-# Sums over the tokens of a micro-batch
-
-
-def _mean_kl(sums: Mapping[str, float]) -> float | None:
-    """Returns the mean of `_kl_sums` over all ranks; None without such a token."""
-    tokens = sums.get("tokens_kl_alpha")
-    return sums["kl_alpha"] / tokens if tokens else None
-
-
-def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
-    """Returns sums over a micro-batch, to be added over micro-batches and ranks."""
-    is_clipped_T = derivative.clipped_T & ~derivative.filtered_T
-    is_dropped_C = _all_of_completion(derivative.filtered_T, x.completion, len(x.advantages))
-    has_signal_T = x.advantage != 0  # updates may leave out the others
-    has_signal_C = ~_all_of_completion(~has_signal_T, x.completion, len(x.advantages))
-    sums = {
-        "loss": derivative.loss,
-        "tokens": torch.tensor(len(x.logp)),
-        "kl_ref": derivative.kl_T.sum(),
-        "clipped_positive": (is_clipped_T & (x.advantage > 0)).sum(),
-        "clipped_negative": (is_clipped_T & (x.advantage < 0)).sum(),
-        "filtered_tokens": (derivative.filtered_T & has_signal_T).sum(),
-        "filtered_completions": (is_dropped_C & has_signal_C).sum(),
-    }
-    # One copy from a GPU instead of one for each sum.
-    values = torch.stack([value.to(x.logp.device, torch.float64) for value in sums.values()])
-    return dict(zip(sums, to_floats(values), strict=True))
-
-
-def _own_sums(x: LossInputs) -> dict[str, float]:
-    """Returns sum and count of each metric that the loss has logged with `x.log`."""
-    sums: dict[str, float] = {}
-    for name, values in x.logged.items():
-        sums[f"{name}{LOGGED_SUM}"] = values.double().sum().item()
-        sums[f"{name}{LOGGED_COUNT}"] = len(values)
-    return sums
-
-
-def _all_of_completion(is_true_T: Tensor, completion_T: Tensor, completions: int) -> Tensor:
-    """Returns True for the completions all of whose tokens are true, [C]."""
-    false_C = torch.zeros(completions, device=is_true_T.device)
-    false_C = false_C.index_add(0, completion_T, (~is_true_T).float())
-    return false_C == 0
-
-
-def _completion_log_ratios(x: LossInputs) -> list[float]:
-    """Returns log π(y)/α(y) of each completion, nats."""
-    assert x.rollout_logp is not None
-    zeros_C = x.logp.new_zeros(len(x.advantages), dtype=torch.float64)
-    log_ratio_T = (x.logp - x.rollout_logp).double()
-    return to_floats(zeros_C.index_add(0, x.completion, log_ratio_T))
-
-
-def _ess_share(log_ratios: Sequence[float]) -> float:
-    """Returns (Σ s)² / (B Σ s²) over B completions, 1/B .. 1.
-
-    This is the effective sample size over their number; s is the ratio π(y)/α(y) of a completion.
-    """
-    log_s_C = torch.tensor(log_ratios, dtype=torch.float64)
-    s_C = (log_s_C - log_s_C.max()).exp()  # a common factor cancels
-    return float(ess(s_C)) / len(log_ratios)
