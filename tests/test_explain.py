@@ -58,6 +58,29 @@ def explained(path: Path, **sections: Any) -> str:
             id="lag longer than the run",
         ),
         pytest.param(
+            {"sync_every": 3, "ref_sync_every": 5, "batches": 12},
+            "every 3 batches, first before batch 3 of each stage of 5 batches; "
+            "staleness at most 4 updates",
+            id="stages",
+        ),
+        pytest.param(
+            {"sync_every": 8, "ref_sync_every": 5, "batches": 20},
+            "staleness at most 19 updates: all samples come from the first weights, "
+            "because a stage has only 5 batches",
+            id="stages shorter than a sync",
+        ),
+        pytest.param(
+            {"constant_lag": 30, "ref_sync_every": 5, "batches": 20},
+            "staleness at most 19 updates: all samples come from the first weights, "
+            "because the run has only 20 batches",
+            id="lag longer than a run with stages",
+        ),
+        pytest.param(
+            {"sync_every": 8, "sync_at_kl": 0.5},
+            "passes 0.5 nats, at the latest after 8 batches; staleness at most 7 updates",
+            id="sync by KL",
+        ),
+        pytest.param(
             {"max_staleness": 5, "num_iterations": 2},
             "while completions go on; staleness at most 4 updates",
             id="completions go on",

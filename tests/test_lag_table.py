@@ -150,6 +150,12 @@ def test_dry_run_advises_nothing_for_nearly_fresh_samples(model):
     assert "updates old" not in dry_run(model, {"recipe": "grpo"}, 4)
 
 
+@pytest.mark.usefixtures("table")
+def test_dry_run_advises_no_loss_of_rewards_for_distillation(model):
+    loss = {"recipe": "opd", "reference": str(model)}
+    assert "start with" not in dry_run(model, loss, 9)
+
+
 def test_dry_run_says_that_the_run_is_shorter_than_the_lag(model):
     text = "all samples come from the first weights, because the run has only 100 batches"
     assert text in dry_run(model, {"recipe": "grpo"}, 99)

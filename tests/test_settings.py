@@ -105,7 +105,8 @@ def test_default_of_a_setting_that_older_runs_have_is_dropped():
     [
         ({"schedule": {"constant_lag": 2, "sync_at_kl": 0.1}}, ("constant_lag", "sync_at_kl")),
         ({"schedule": {"max_staleness": 2, "constant_lag": 1}}, ("max_staleness", "constant_lag")),
-        ({"schedule": {"max_staleness": 0, "sync_every": 2}}, ("max_staleness", "sync_every")),
+        ({"schedule": {"max_staleness": 0, "sync_every": 2}}, ("max_staleness", "sync_every = 1")),
+        ({"schedule": {"constant_lag": 2, "sync_every": 2}}, ("constant_lag", "sync_every = 1")),
         ({"schedule": {"max_staleness": 2, "sync_at_kl": 0.1}}, ("max_staleness", "sync_at_kl")),
         ({"vllm": {"on_weight_sync": "continue"}}, ("on_weight_sync", "schedule.max_staleness")),
         ({"schedule": {"sync_at_kl": 0.1}}, ("sync_at_kl", "sync_every")),

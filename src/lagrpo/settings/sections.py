@@ -326,7 +326,10 @@ class ScheduleSettings(Section):
         names = [name for name, is_set in chosen.items() if is_set]
         # sync_at_kl needs sync_every.
         if len(names) > 1 and names != ["sync_at_kl", "sync_every"]:
-            raise ValueError(f"{names[0]} cannot be combined with {names[1]}: unset one of them")
+            advice = f"unset {names[0]} or {names[1]}"
+            if names[1] == "sync_every":
+                advice = f"unset {names[0]}, or set sync_every = 1"
+            raise ValueError(f"{names[0]} cannot be combined with {names[1]}: {advice}")
         if self.sync_at_kl is not None and self.sync_every == 1:
             raise ValueError(
                 "sync_at_kl is set, but sync_every is 1, which syncs before every batch: set "

@@ -278,13 +278,15 @@ def _weight_syncs(settings: Settings) -> str:
         when = "before every batch, while completions go on"
     elif s.v == 1:
         when = "before every batch"
-    else:
-        when = f"every {s.v} batches, first before batch {s.v}"
-    if s.sync_at_kl is not None:
+    elif s.sync_at_kl is not None:
         when = (
             f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, "
-            f"at the latest {when}"
+            f"at the latest after {s.v} batches"
         )
+    else:
+        when = f"every {s.v} batches, first before batch {s.v}"
+        if s.stage_length < s.batches:
+            when += f" of each stage of {count_of(s.stage_length, 'batch', 'es')}"
     if _is_offline(settings):
         return f"weight sync {when}; staleness of the offline samples unknown"
     staleness = staleness_of_batches(settings)
@@ -295,8 +297,10 @@ def _weight_syncs(settings: Settings) -> str:
         and s.batches > 1
         and staleness[-1] == (s.batches - 1) * s.num_iterations
     ):
-        batches = count_of(s.batches, "batch", "es")
-        text += f": all samples come from the first weights, because the run has only {batches}"
+        reason = f"the run has only {count_of(s.batches, 'batch', 'es')}"
+        if not s.runs_ahead and s.stage_length < min(s.v, s.batches):
+            reason = f"a stage has only {count_of(s.stage_length, 'batch', 'es')}"
+        text += f": all samples come from the first weights, because {reason}"
     if settings.offline.data:
         text += ", of the offline samples unknown"
     return text
@@ -317,9 +321,10 @@ def staleness_of_batches(settings: Settings) -> list[int]:
 def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     """The advice for samples as stale as these get, compared with what this recipe kept.
 
-    Nothing for samples that are nearly fresh.
+    Nothing for samples that are nearly fresh, nor for distillation: the advised recipes learn from
+    rewards.
     """
-    if _is_offline(settings):
+    if _is_offline(settings) or recipe.ignores_reward:
         return []
     largest = max(staleness_of_batches(settings))
     advice = advice_for(largest)
