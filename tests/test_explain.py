@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,12 @@ def test_dry_run_counts_the_prompts_that_come_from_a_file(model, tmp_path):
     schedule = {"prompts_per_batch": 8}
     text = explained(model, offline=offline, schedule=schedule, loss={"recipe": "asymre"})
     assert f"7 prompts of them from {file}" in text
+
+
+def test_dry_run_of_a_loss_without_a_docstring_shows_its_name_alone(model):
+    settings = settings_of(model, loss={"beta": 0.1})
+    recipe = replace(check_settings(settings), formula="")
+    assert meaning(settings, recipe)[0] == "recipe      grpo with beta = 0.1"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,13 @@ from experiments.lag.report import find_cells, leaders, rank_agreement
 from experiments.lag.starts import imitate_teacher, mean_score
 from experiments.lag.tasks import TASKS, Chain, Gamble, Task
 from experiments.lag.train import Batch, History, Run, Step, by_length, train
-from experiments.lag.verdicts import all_tasks_sentences, all_tasks_table, on_all_tasks
+from experiments.lag.verdicts import (
+    all_tasks_sentences,
+    all_tasks_table,
+    better_on_both_sentence,
+    compare_with_baseline,
+    on_all_tasks,
+)
 from lagrpo.core.recipes import resolve
 
 pytestmark = pytest.mark.experiments
@@ -684,6 +690,23 @@ def test_method_is_compared_with_grpo_by_area_and_by_the_end(end_of_prime_rl, fi
     assert counts in sentences
     points = round(100 * (54 * 0.2 + 10 * (end_of_prime_rl - 0.9)) / 64 / 0.8)
     assert f"better, +{points} ± 0" in all_tasks_table(comparisons)
+
+
+def test_losses_ahead_of_grpo_are_counted_among_those_with_runs_at_the_lag():
+    scores = [("topr", 0, 0.9), ("grpo", 16, 0.3), ("topr", 16, 0.8), ("prime_rl", 16, 0.8)]
+    scores += [("grpo", 64, 0.3), ("topr", 64, 0.8)]
+    cells = {}
+    for task in ("chain", "gamble"):
+        records = records_by_key(
+            *(
+                replace(a_record(method, 1e-3, seed, [score] * 64, lag), task=task)
+                for method, lag, score in scores
+                for seed in range(3)
+            )
+        )
+        cells[task] = find_cells(records, "published", task)
+    comparisons = compare_with_baseline(cells, ("topr", "prime_rl"), (16, 64))
+    assert "2 / 1 of 2 / 1 losses" in better_on_both_sentence(comparisons, (16, 64))
 
 
 def test_control_is_compared_with_the_best_fixed_rate_and_by_loss():

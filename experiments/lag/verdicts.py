@@ -184,8 +184,10 @@ def _points_text(verdict: Verdict, *, is_decided: bool) -> str:
 
 def better_on_both_sentence(comparisons: Comparisons, lags: Sequence[int]) -> str:
     """The numbers of losses that beat plain GRPO on both tasks, with Holm's correction."""
-    names = {name for name, _, _ in comparisons}
-    parts = []
+    names_by_lag = {
+        lag: {name for name, _, other_lag in comparisons if other_lag == lag} for lag in lags
+    }
+    parts: list[str] = []
     for measure in "area", "final":
         decided = holm({key: p_value(getattr(item, measure)) for key, item in comparisons.items()})
         better = {
@@ -193,12 +195,13 @@ def better_on_both_sentence(comparisons: Comparisons, lags: Sequence[int]) -> st
         }
         counts = [
             str(sum(all((name, task, lag) in better for task in TASKS) for name in names))
-            for lag in lags
+            for lag, names in names_by_lag.items()
         ]
         parts.append(" / ".join(counts))
     return (
         f"With Holm's correction over {len(comparisons)} comparisons, {parts[0]} of "
-        f"{len(names)} losses keep more than `{BASELINE}` on both tasks at lags "
+        f"{' / '.join(str(len(names)) for names in names_by_lag.values())} losses keep more than "
+        f"`{BASELINE}` on both tasks at lags "
         f"{' / '.join(map(str, lags))}. {parts[1]} end higher on both."
     )
 

@@ -117,9 +117,13 @@ def _recipe(settings: Settings, recipe: Recipe) -> str:
         f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}"
         for name, value in settings.loss.knobs.items()
     ]
-    if not changes:
-        return f"{recipe.name}: {recipe.formula}"
-    return f"{recipe.name} with {', '.join(changes)}; the recipe alone: {recipe.formula}"
+    text = recipe.name
+    if changes:
+        text += f" with {', '.join(changes)}"
+    # The function of a user may have no docstring.
+    if not recipe.formula:
+        return text
+    return f"{text}; the recipe alone: {recipe.formula}" if changes else f"{text}: {recipe.formula}"
 
 
 def _reference(settings: Settings) -> list[str]:
