@@ -144,6 +144,12 @@ def test_settings_that_cannot_be_run_are_rejected_by_name():
             check_settings(settings(**sections))
 
 
+@pytest.mark.parametrize("recipe", ["opd", "iw_opd"])
+def test_groups_of_one_completion_are_accepted_if_the_recipe_reads_no_reward(recipe):
+    sections = {"loss": {"recipe": recipe}, "rollout": {"num_generations": 1}}
+    assert check_settings(settings(**sections)).name == recipe
+
+
 def test_groups_of_one_offline_completion_are_rejected(tmp_path):
     file = tmp_path / "completions.jsonl"
     file.write_text("{}", encoding="utf-8")

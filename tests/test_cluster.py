@@ -142,6 +142,15 @@ def test_check_of_a_cluster_finds_the_fault_of_a_rank(tmp_path, fault):
     assert text_of_rank1 == ""
 
 
+def test_check_of_one_process_finds_a_directory_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for directory, passes in ((tmp_path / "runs", True), (tmp_path / "file" / "runs", False)):
+        settings = load_settings({"run.output_dir": str(directory)})
+        assert check_cluster.check_cluster(settings) == passes
+    grades = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "direct" in line]
+    assert grades == ["ok", "FAILED"]
+
+
 @pytest.mark.parametrize(
     ("version", "fits"), [("0.32.0", True), ("0.31.1", False), ("0.320", False)]
 )

@@ -102,7 +102,10 @@ def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_
             trained(tmp_path, model, offline={"data": texts}, loss={"recipe": recipe})
 
 
-def test_prompts_with_one_completion_each_give_no_signal_and_are_named(tmp_path, model, caplog):
+@pytest.mark.parametrize(("recipe", "is_named"), [("asymre", True), ("opd", False)])
+def test_prompts_with_one_completion_each_are_named_if_rewards_are_compared(
+    tmp_path, model, caplog, recipe, is_named
+):
     file = tmp_path / "texts.jsonl"
     rows = [row | {"prompt": f"Say {row['completion']}"} for row in TEXTS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -110,12 +113,12 @@ def test_prompts_with_one_completion_each_give_no_signal_and_are_named(tmp_path,
         tmp_path,
         model,
         offline={"data": str(file)},
-        loss={"recipe": "asymre"},
+        loss={"recipe": recipe} | ({} if is_named else {"reference": str(model)}),
         schedule={"prompts_per_batch": 2, "batches": 1},
     )
     assert [row["advantage"] for row in load_rollouts(run)] == [0.0, 0.0]
     assert load_metrics(run)[0]["frac_reward_zero_std"] == 1.0
-    assert "no prompt has two completions" in caplog.text
+    assert ("no prompt has two completions" in caplog.text) == is_named
     assert verify_run(run, trust_run_code=True).differences == []
 
 

@@ -195,6 +195,7 @@ def test_teacher_without_weights_is_rejected_by_a_dry_run(model, tmp_path):
         pytest.param({"loss": {"reference_prompt": "{{ prompt "}}, "Jinja", id="no template"),
         pytest.param({"loss": {"reference_prompt": "{{ row.hint }}"}}, "'hint'", id="no column"),
         pytest.param({"loss": {"reference_prompt": "{{ '' }}"}}, "empty", id="empty text"),
+        pytest.param({"loss": {"reference_prompt": ""}}, "empty", id="empty template"),
         pytest.param(
             {"loss": {"reference_prompt": "{{ prompt * 99 }}"}}, "max_prompt_length", id="too long"
         ),

@@ -26,6 +26,7 @@ from lagrpo.lifecycle.run import set_up
 from lagrpo.logs import print_text
 from lagrpo.model.backend import pick_device
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
+from lagrpo.runs.directory import check_writable
 from lagrpo.runs.environment import package_version
 from lagrpo.settings.schema import Settings
 
@@ -66,10 +67,11 @@ def check_cluster(settings: Settings) -> bool:
 
 
 def check_directory(ranks: Ranks, directory: Path) -> str:
-    """Checks that all ranks see what rank 0 writes to run.output_dir."""
-    check_shared(ranks, directory)
+    """Checks that run.output_dir is writable, and that all ranks see what rank 0 writes there."""
     if ranks.size == 1:
-        return "one process: nothing to share"
+        check_writable(directory)
+        return f"one process can write to {directory.absolute()}"
+    check_shared(ranks, directory)
     return f"all {ranks.size} ranks see a new file in {directory.absolute()}"
 
 

@@ -26,10 +26,12 @@ EXAMPLE = "1"
 def is_text(setting: str) -> bool:
     """True if loss.reference_prompt is a template itself, False if it names a file.
 
+    An empty text names no file.
+
     >>> is_text("{{ prompt }} Hint: {{ answer }}"), is_text("hint.jinja")
     (True, False)
     """
-    return "{{" in setting or "{%" in setting
+    return "{{" in setting or "{%" in setting or not setting.strip()
 
 
 def find_best(rewards: Sequence[float | None], texts: Sequence[str], smallest: float) -> str:

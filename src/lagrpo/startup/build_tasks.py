@@ -263,7 +263,7 @@ def build_offline(
             reads_logp=recipe.needs_rollout_logp,
         )
         check_logp(recipe, known=offline.has_logp)
-    if not offline.has_comparisons:
+    if not offline.has_comparisons and not recipe.ignores_reward:
         logger.warning(
             "offline.data: no prompt has two completions, so their advantages over the group's "
             "mean are 0, whatever their rewards"

@@ -47,10 +47,6 @@ def check_settings(
                 check_options(evaluation_set.task)
     with as_settings_error("offline.data"):
         completion_files(settings.offline.data)
-    if settings.rollout.num_generations == 1:
-        raise SettingsError(
-            "rollout.num_generations = 1: GRPO compares completions of a prompt; set 2 or more"
-        )
     check_model(settings)
     if settings.rollout.has_own_engine:
         with as_settings_error("rollout.engine"):
@@ -92,6 +88,11 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
         raise SettingsError(
             f"loss.recipe = {recipe.name!r} reads the staleness of samples, which "
             "offline.data does not have: choose another recipe"
+        )
+    if settings.rollout.num_generations == 1 and not recipe.ignores_reward:
+        raise SettingsError(
+            f"rollout.num_generations = 1: loss.recipe = {recipe.name!r} compares completions of a "
+            "prompt; set 2 or more"
         )
     check_reference(settings, recipe)
     for name in ("scale_lr_by_ess", "scale_lr_by_kl"):
