@@ -322,6 +322,7 @@ def test_disk_that_is_full_for_the_thread_ends_the_run_which_resumes_from_the_ch
     monkeypatch.undo()
     run = tmp_path / "run"
     assert "To resume after batch 1:" in error.value.__notes__[-1]
+    assert not any("disk is full" in note for note in error.value.__notes__)
     assert checkpoints(run) == [1]
     assert differing(go_on(run).run, undisturbed("asking ahead")) == []
 

@@ -428,7 +428,9 @@ class Training:
                 if was_asked or self.policy.version:
                     weights = self.write_weights(self.record_final)
         except (OSError, ArithmeticError, MemoryError, RuntimeError) as second_error:
-            error.add_note(f"Saving partial results also failed: {second_error}")
+            # A disk that is full stays full.
+            if str(second_error) != str(error):
+                error.add_note(f"Saving partial results also failed: {second_error}")
         error.add_note(self.resume_command())
         return weights
 
