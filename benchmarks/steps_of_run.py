@@ -16,8 +16,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from lagrpo.__main__ import main
+from lagrpo.rollout.continuous import ContinuousBatch
 from lagrpo.rollout.decoding import DecodingState
-from lagrpo.rollout.local import ContinuousBatch
 from lagrpo.rollout.rows import Row
 
 counts = defaultdict[str, float](float)

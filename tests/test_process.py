@@ -8,7 +8,7 @@ from running import tiny_settings
 from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
-from lagrpo.lifecycle.evaluation import evaluate_model
+from lagrpo.lifecycle.evaluate_model import evaluate_model
 from lagrpo.lifecycle.run import train
 from lagrpo.settings.load import load_settings
 

@@ -19,10 +19,10 @@ from scoring import QUESTION, make_completion, make_group, reward_of, score
 from lagrpo.errors import SettingsError
 from lagrpo.lifecycle.run import train
 from lagrpo.rewards.builtin import exact, format, length
+from lagrpo.rewards.entries import REWARDS, load_function, load_reward
 from lagrpo.rewards.reward import (
     OURS,
     PASSED,
-    REWARDS,
     TRL,
     VERL,
     Reward,
@@ -30,8 +30,6 @@ from lagrpo.rewards.reward import (
     RewardKwargs,
     Rewards,
     UnscorableError,
-    load_function,
-    load_reward,
 )
 from lagrpo.rewards.texts import find_accepted, normal_form, text_after_thinking
 from lagrpo.rewards.worker import to_outcome

@@ -13,7 +13,7 @@ from page_code import current_directory_with
 import lagrpo
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
-from lagrpo.rewards.reward import REWARDS
+from lagrpo.rewards.entries import REWARDS
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.run_code import find_code
 from lagrpo.verify import verify_run

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lagrpo.rewards.reward import Rewards, load_function
+from lagrpo.rewards.entries import load_function
+from lagrpo.rewards.reward import Rewards
 from lagrpo.settings.load import load_settings
 from lagrpo.tasks import drop_overlong, load_task, order_prompts
 from lagrpo.tasks.messages import build_messages

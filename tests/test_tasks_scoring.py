@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from scoring import make_group, score
 from test_tasks import task_settings
 
-from lagrpo.rewards.reward import REWARDS, UnscorableError, load_function
+from lagrpo.rewards.entries import REWARDS, load_function
+from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import countdown, gsm8k, load_task
 from lagrpo.tasks.numbers import (
     find_last_box,

@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lagrpo import Callback, cli, train
 from lagrpo.distributed.shared import wait_for
 from lagrpo.lifecycle.checkpoint import NewCheckpoint
-from lagrpo.lifecycle.evaluation import evaluate_model
+from lagrpo.lifecycle.evaluate_model import evaluate_model
 from lagrpo.lifecycle.run import Result
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.resume.checkpoint_files import find_checkpoint

@@ -22,7 +22,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.lifecycle.callbacks import Callback
 from lagrpo.lifecycle.run import FAILURES, train
 from lagrpo.model.model import Policy, copy_policy
-from lagrpo.rollout.local import ContinuousBatch
+from lagrpo.rollout.continuous import ContinuousBatch
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records, rollout_batches

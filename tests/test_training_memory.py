@@ -22,14 +22,12 @@ from lagrpo.startup.memory import (
     ModelSizes,
     Teacher,
     Term,
-    check_memory,
     expected_memory,
     largest_micro_batch,
     largest_term,
-    memory_table,
-    memory_warning,
     peak,
 )
+from lagrpo.startup.memory_words import check_memory, memory_table, memory_warning
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 

@@ -366,7 +366,7 @@ def evaluate(words: list[str]) -> None:
         check_evaluation(settings)
         if config is None and "task.name" not in changes:
             raise SettingsError("eval needs a task: add --task NAME, such as --task gsm8k")
-        from lagrpo.lifecycle.evaluation import evaluate_model
+        from lagrpo.lifecycle.evaluate_model import evaluate_model
         from lagrpo.lifecycle.run import FAILURES
 
         with exit_on(*FAILURES):

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from lagrpo.errors import SettingsError, as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
-from lagrpo.lifecycle.evaluation import Evaluation, evaluate_model
+from lagrpo.lifecycle.evaluate_model import evaluate_model
+from lagrpo.lifecycle.evaluation import Evaluation
 from lagrpo.lifecycle.run import FAILURES, names_of_passed
 from lagrpo.runs.environment import naming_start
 from lagrpo.settings.load import explains_arguments, load_settings

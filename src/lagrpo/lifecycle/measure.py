@@ -21,7 +21,7 @@ from lagrpo.machine import process_peak
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.settings.schema import Settings
 from lagrpo.startup.build import build_run
-from lagrpo.startup.memory import in_words
+from lagrpo.startup.memory_words import in_words
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, duration
 from lagrpo.training.loop import train_loop

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lagrpo.distributed.torchrun import world_size
 from lagrpo.errors import SettingsError, as_settings_error
-from lagrpo.rewards.reward import load_reward
+from lagrpo.rewards.entries import load_reward
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.reading import open_run
 from lagrpo.settings.load import flatten, load_settings

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lagrpo.core.references import is_reference
 from lagrpo.errors import SettingsError
-from lagrpo.rewards.reward import REWARDS
+from lagrpo.rewards.entries import REWARDS
 from lagrpo.settings.loss import name_setting
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import TaskSettings

@@ -14,7 +14,7 @@ from lagrpo.errors import as_settings_error
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_files, load_config
 from lagrpo.model.model import Policy, copy_policy
-from lagrpo.rewards.reward import load_function
+from lagrpo.rewards.entries import load_function
 from lagrpo.rollout.base import (
     EngineDefaults,
     RolloutEngine,

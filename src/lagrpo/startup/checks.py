@@ -15,7 +15,7 @@ from lagrpo.machine import visible_gpus
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.model.reference_prompt import ReferencePrompt
 from lagrpo.resume.changes import find_changes, find_run
-from lagrpo.rewards.reward import load_function
+from lagrpo.rewards.entries import load_function
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.metrics import METRICS, is_lagrpos
 from lagrpo.runs.reading import completion_files

@@ -37,10 +37,12 @@ from lagrpo.startup.memory import (
     ModelSizes,
     Teacher,
     Term,
-    check_memory,
     expected_memory,
-    how_to_lower,
     largest_term,
+)
+from lagrpo.startup.memory_words import (
+    check_memory,
+    how_to_lower,
     memory_table,
     memory_warning,
     needs,

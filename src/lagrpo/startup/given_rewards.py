@@ -8,7 +8,8 @@ from typing import Any, TypeAlias, cast
 
 from pydantic import ValidationError
 
-from lagrpo.rewards.reward import Reward, bind_options, load_reward
+from lagrpo.rewards.entries import bind_options, load_reward
+from lagrpo.rewards.reward import Reward
 from lagrpo.settings.sections import RewardSettings
 
 Table: TypeAlias = Mapping[str, Any]

@@ -18,17 +18,16 @@ from typing import Any, Protocol, TypeGuard, TypeVar, get_origin, runtime_checka
 
 from lagrpo.core.references import call_users_function
 from lagrpo.errors import as_settings_error, suggest
-from lagrpo.rewards.reward import (
+from lagrpo.rewards.entries import (
     OWN,
     REWARDS,
     RewardEntry,
-    RewardFunction,
-    Rewards,
     check_rewards,
     load_function,
     load_rewards,
     load_rewards_of_environment,
 )
+from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.tasks.messages import Messages, build_messages, is_padded, read_tools
 from lagrpo.types import Prompt
 

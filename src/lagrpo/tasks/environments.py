@@ -26,7 +26,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lagrpo.errors import parse_json, suggest
 from lagrpo.rewards import worker
-from lagrpo.rewards.reward import load_function
+from lagrpo.rewards.entries import load_function
 from lagrpo.rewards.texts import text_after_thinking
 from lagrpo.tasks import (
     Environment,

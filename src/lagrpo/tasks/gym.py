@@ -15,7 +15,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from lagrpo.rewards.reward import UnscorableError, load_function
+from lagrpo.rewards.entries import load_function
+from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import Key, Messages, RowTask, StepResult
 from lagrpo.types import Prompt
 
