@@ -72,7 +72,7 @@ def model(tmp_path_factory) -> Path:
         (4, ("grpo",), "f"),
         (5, ("prime_rl",), FOLLOWS_KL),
         (64, ("prime_rl", "rec_one_side_nois_wide"), FOLLOWS_KL),
-        (65, ("rec_one_side_nois_wide", "prime_rl"), "f / 3"),
+        (65, ("rec_one_side_nois_wide", "prime_rl"), FOLLOWS_KL),
     ],
 )
 def test_advice_is_that_of_the_oldest_samples(staleness, recipes, rate):

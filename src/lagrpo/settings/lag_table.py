@@ -43,13 +43,13 @@ class Advice:
 
 
 FOLLOWS_KL = f"f with optimizer.scale_lr_by_kl = {LARGEST_KL}"
-"""The rate of ADVICE for samples that were measured with that setting"""
+"""The rate of ADVICE for stale samples"""
 ADVICE = (
     Advice(4, ("grpo",), "f"),
     Advice(16, ("prime_rl",), FOLLOWS_KL),
     Advice(64, ("prime_rl", "rec_one_side_nois_wide"), FOLLOWS_KL),
     Advice(
-        None, ("rec_one_side_nois_wide", "prime_rl"), "f / 3", "a smaller `schedule.sync_every`"
+        None, ("rec_one_side_nois_wide", "prime_rl"), FOLLOWS_KL, "a smaller `schedule.sync_every`"
     ),
 )
 """By ascending staleness."""
