@@ -426,7 +426,21 @@ FAULTS = [
             {"rollout/logp_difference_mean": 0.01 * batch}
         ),
     ),
-    Fault("kl", reward_of(flat), stale_by(4, 0.2), settings=SLOWER, also=("flat_reward",)),
+    Fault(
+        "kl",
+        reward_of(flat),
+        stale_by(4, 0.2),
+        settings={"optimizer.scale_lr_by_kl": 0.05},
+        also=("flat_reward",),
+    ),
+    Fault(
+        "kl",
+        reward_of(flat),
+        stale_by(4, 0.2),
+        sections={"optimizer": {"scale_lr_by_kl": 0.05}},
+        settings=SLOWER,
+        also=("flat_reward",),
+    ),
     Fault(
         "staleness",
         change_metrics=stale_by(40, 0.01),

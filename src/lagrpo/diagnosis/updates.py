@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 from lagrpo.diagnosis.finding import Finding, lower_rate, percent, places_of
 from lagrpo.diagnosis.record import FIRST_BATCHES, RunRecord, mean
-from lagrpo.settings.lag_table import advice_for, kept_text, load_table, nearest_lag
+from lagrpo.settings.lag_table import (
+    LARGEST_KL,
+    advice_for,
+    kept_text,
+    load_table,
+    nearest_lag,
+)
 from lagrpo.terminal.text import count_of
 
 LEAST_SYNCS = 3
@@ -171,12 +178,15 @@ def find_kl(record: RunRecord, threshold: float) -> Finding | None:
     kl = mean(record.values("rollout/kl", stale))
     if kl is None or kl < threshold:
         return None
+    settings: dict[str, Any] = {"optimizer.scale_lr_by_kl": LARGEST_KL}
+    if record.settings.get("optimizer.scale_lr_by_kl"):
+        settings = lower_rate(record)
     return Finding(
         f"The mean rollout/kl is {kl:.2f} nats per token in the last {window} batches, and the "
         f"policy does not improve: stable runs stay below {threshold:g}.",
         # Grave from twice the threshold on, where runs were unstable.
         cost=min(1.0, 0.25 * kl / threshold),
-        settings=lower_rate(record),
+        settings=settings,
     )
 
 
